@@ -1,0 +1,48 @@
+# `make` alone lists the targets. PYTHON chooses the interpreter of the virtual environment;
+# pip's own variables work, e.g. to get PyTorch without CUDA on Linux:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make train
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv train test test-slow check format clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
+
+venv: $(STAMP) ## create or update .venv, with the versions of constraints.txt
+
+train: $(STAMP) ## train the default experiment with 8 workers; ARGS="total_steps=1e5" is passed on
+	$(BIN)/python -m actorlearner.run workers=8 $(ARGS)
+
+test: $(STAMP) ## run the fast tests; ARGS="-k replay" is passed on
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(STAMP) ## run the slow tests only (learning to a threshold)
+	$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
+
+check: $(STAMP) ## format, lint, types and spelling, as CI runs them
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+format: $(STAMP) ## format the code and apply the safe fixes of the linter
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+clean: ## remove .venv, caches and build outputs; runs/ stays
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Touched last: an interrupted installation is taken up again.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "Installing actorlearner and PyTorch into $(VENV): once, and again when their versions change."
+	@echo "This takes about a minute, longer where PyTorch has to be downloaded with CUDA."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@

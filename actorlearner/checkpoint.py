@@ -1,0 +1,609 @@
+"""Named states to one directory and back: checksummed, atomic, rotated. Nothing is pickled.
+
+A run keeps its checkpoints like this::
+
+    <run_dir>/checkpoints/
+        latest                      name of the newest, for people and scripts
+        step_000000010000/
+            manifest.json           what this is, and size and SHA-256 of each file below
+            manifest.sha256         guards the manifest; `sha256sum -c` reads it
+            agent.safetensors       the arrays of the state named "agent"
+            agent.json              the rest of it, with references to the arrays
+            config.yaml             texts of the caller
+
+A checkpoint is written beside its place, synced to disk and renamed, so whatever bears the name of
+a step is complete, unless the disk lost it; a checksum tells.
+
+A *state* is a tree of dicts, lists and tuples. Its leaves are None, bools, ints, floats, strings,
+NumPy arrays and scalars, and torch tensors; each comes back as the kind and dtype it was, tensors
+on the CPU. Dict keys may be any of these but arrays and tensors; all dicts come back as plain ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import re
+import shutil
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+
+from actorlearner.contracts import Array, CheckpointError
+
+FORMAT = 1
+"""Version of the layout above; a higher one is refused."""
+
+_FOLDER = "checkpoints"
+_LATEST = "latest"
+_MANIFEST = "manifest.json"
+_MANIFEST_SUM = "manifest.sha256"
+_SAVING = "saving.tmp"
+_REPLACED = ".replaced"
+_ABANDONED = ".abandoned"
+_STEP = re.compile(r"step_(\d+)")
+_LIBRARIES = ("actorlearner", "torch", "numpy", "gymnasium")
+
+_log = logging.getLogger(__name__)
+
+
+class _DamagedError(CheckpointError):
+    """A checkpoint that an older one can stand in for."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What a file must be.
+
+    Attributes:
+        size_bytes: its length.
+        sha256: of its content, in hexadecimal.
+    """
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint is.
+
+    Attributes:
+        format: version of the layout.
+        env_steps: where the training stood.
+        written_at: UTC in ISO 8601, so that text order is time order.
+        versions: of Python and the libraries.
+        info: the caller's own facts.
+        files: each file but the manifest, by name.
+    """
+
+    format: int
+    env_steps: int
+    written_at: str
+    versions: dict[str, str]
+    info: dict[str, Any]
+    files: dict[str, FileRecord]
+
+
+# ------------------------------------------------------------------------------------- saving
+
+
+def save(
+    run_dir: str | Path,
+    env_steps: int,
+    states: Mapping[str, Any],
+    info: Mapping[str, Any] | None = None,
+    texts: Mapping[str, str] | None = None,
+    *,
+    keep_last: int = 3,
+) -> Path:
+    """Write a checkpoint and return its directory.
+
+    At every moment of a save, also a killed one, `find` answers with a complete checkpoint. Older
+    ones than the last ``keep_last`` are deleted. Later ones, left by a run that went back to
+    an earlier step, are set aside as ``step_*.abandoned``, where only their own path finds them.
+
+    Args:
+        run_dir: made if missing. It must have no other writer.
+        env_steps: where the training stands.
+        states: state trees by name.
+        info: facts for the manifest, as `json.dumps` takes them, all numbers finite.
+        texts: further files by name.
+        keep_last: how many checkpoints stay.
+
+    Raises:
+        ValueError: a name can't be a file of its own, or a number is out of its bounds.
+        TypeError: a state holds something that can't be stored; the message says where.
+        OSError: it can't be written; the message says how much space was needed.
+    """
+    if env_steps < 0 or keep_last < 1:
+        raise ValueError(f"{env_steps=}, {keep_last=}: must be at least 0 and 1")
+    texts = texts or {}
+    names = [*texts, *(f"{name}{end}" for name in states for end in (".safetensors", ".json"))]
+    _check_names(names)
+    packed = {name: _Packed.of(state, name) for name, state in states.items()}
+    folder = Path(run_dir).absolute() / _FOLDER
+    final, saving = folder / f"step_{env_steps:012d}", folder / _SAVING
+    folder.mkdir(parents=True, exist_ok=True)
+    _repair(folder)
+    saving.mkdir()
+    try:
+        files: dict[str, FileRecord] = {}
+        for name, state in packed.items():
+            arrays, rest = f"{name}.safetensors", f"{name}.json"
+            files[arrays] = _write(saving / arrays, state.safetensors())
+            files[rest] = _write(saving / rest, [state.skeleton.encode()])
+        for name, text in texts.items():
+            files[name] = _write(saving / name, [text.encode()])
+        manifest = Manifest(FORMAT, env_steps, _now(), _versions(), dict(info or {}), files)
+        _write_manifest(saving, manifest)
+        _sync_directory(saving)
+        _put_in_place(saving, final)
+        _write_latest(folder, final.name)
+    except OSError as error:
+        free = shutil.disk_usage(folder).free
+        needed = sum(state.size_bytes for state in packed.values())
+        reason = f"{error.strerror}; about {needed:,} bytes needed, {free:,} free"
+        raise OSError(error.errno, reason, str(final)) from error
+    finally:
+        shutil.rmtree(saving, ignore_errors=True)
+    _rotate(folder, env_steps, keep_last)
+    return final
+
+
+def _check_names(names: Sequence[str]) -> None:
+    taken = {_MANIFEST, _MANIFEST_SUM}
+    for name in names:
+        if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII) or name in taken:
+            raise ValueError(f"{name!r} can't be the name of a file in a checkpoint")
+        taken.add(name)
+
+
+def _write(path: Path, chunks: Iterable[Any]) -> FileRecord:
+    """Write a new file through to the disk; ``chunks`` are bytes or contiguous uint8 arrays."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("xb") as file:
+        for chunk in chunks:
+            digest.update(chunk)
+            size += file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(size, digest.hexdigest())
+
+
+def _write_manifest(directory: Path, manifest: Manifest) -> None:
+    text = json.dumps(asdict(manifest), indent=2, allow_nan=False) + "\n"
+    record = _write(directory / _MANIFEST, [text.encode()])
+    _write(directory / _MANIFEST_SUM, [_sum_line(record.sha256)])
+
+
+def _sum_line(sha256: str) -> bytes:
+    return f"{sha256}  {_MANIFEST}\n".encode()
+
+
+def _sync_directory(directory: Path) -> None:
+    if os.name == "posix":  # elsewhere a directory can't be opened
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _put_in_place(saving: Path, final: Path) -> None:
+    """Rename ``saving`` to ``final``; a checkpoint of the same step stays until that is done."""
+    replaced = final.with_name(final.name + _REPLACED)
+    if final.exists():
+        final.rename(replaced)
+    saving.rename(final)
+    _sync_directory(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _write_latest(folder: Path, name: str) -> None:
+    temporary = folder / f"{_LATEST}.tmp"
+    temporary.unlink(missing_ok=True)
+    _write(temporary, [f"{name}\n".encode()])
+    temporary.replace(folder / _LATEST)
+    _sync_directory(folder)
+
+
+def _repair(folder: Path) -> None:
+    """Clear away what killed saves left."""
+    if (folder / _SAVING).exists():
+        shutil.rmtree(folder / _SAVING)
+    for replaced in folder.glob(f"step_*{_REPLACED}"):
+        original = replaced.with_name(replaced.name.removesuffix(_REPLACED))
+        if original.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(original)
+
+
+def _rotate(folder: Path, env_steps: int, keep_last: int) -> None:
+    for directory in _steps_in(folder):
+        if _step_of(directory) > env_steps:
+            aside = directory.with_name(directory.name + _ABANDONED)
+            _log.warning("training went back to env step %d: %s is set aside", env_steps, directory)
+            shutil.rmtree(aside, ignore_errors=True)
+            directory.rename(aside)
+    for directory in _steps_in(folder)[keep_last:]:
+        shutil.rmtree(directory)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="microseconds")
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for library in _LIBRARIES:
+        try:
+            versions[library] = version(library)
+        except PackageNotFoundError:
+            versions[library] = "not installed"
+    return versions
+
+
+# ------------------------------------------------------------------------------------ finding
+
+
+def find(path: str | Path) -> Path:
+    """The directory of the checkpoint that ``path`` means, every checksum verified.
+
+    Args:
+        path: a run directory, which means its newest undamaged checkpoint; a checkpoint directory;
+            or a file in one, or ``latest``.
+
+    Raises:
+        CheckpointError: with the absolute path and the reason.
+    """
+    path = Path(path).absolute()
+    if not path.exists():
+        raise CheckpointError(f"{path}: there is no such file or directory")
+    if path.is_file():
+        is_pointer = path.name == _LATEST
+        directory = path.parent / (path.read_text("utf-8", "replace").strip() if is_pointer else "")
+        if not _looks_like_checkpoint(directory):
+            raise CheckpointError(f"{path}: not a file of a checkpoint")
+    else:
+        directory = path
+    if _looks_like_checkpoint(directory):
+        verify(directory)
+        return directory
+    steps = _steps_in(directory / _FOLDER) or _steps_in(directory)
+    if not steps:
+        is_empty = not any(directory.iterdir())
+        what = "an empty directory" if is_empty else "neither a checkpoint nor a run that has one"
+        raise CheckpointError(f"{path}: {what}")
+    for candidate in steps:
+        try:
+            verify(candidate)
+        except _DamagedError as error:
+            _log.warning("skipped a checkpoint: %s", error)
+        else:
+            return candidate
+    raise CheckpointError(f"{path}: all of its checkpoints are damaged ({len(steps)})")
+
+
+def newest_run(root: str | Path) -> Path | None:
+    """The checkpoint below ``root`` that was written last, damaged ones skipped; None without one.
+
+    Its run directory is ``.parent.parent``.
+    """
+    found: list[tuple[str, Path]] = []
+    for folder in Path(root).absolute().rglob(_FOLDER):
+        for directory in _steps_in(folder):
+            try:
+                found.append((read_manifest(directory).written_at, directory))
+            except _DamagedError as error:
+                _log.warning("skipped a checkpoint: %s", error)
+    for _, directory in sorted(found, reverse=True):
+        try:
+            verify(directory)
+        except _DamagedError as error:
+            _log.warning("skipped a checkpoint: %s", error)
+        else:
+            return directory
+    return None
+
+
+def read_manifest(directory: str | Path) -> Manifest:
+    """The manifest of a checkpoint directory; its other files stay unread.
+
+    Raises:
+        CheckpointError: it is missing, damaged or of a newer format.
+    """
+    directory = Path(directory).absolute()
+    try:
+        content = (directory / _MANIFEST).read_bytes()
+        expected = (directory / _MANIFEST_SUM).read_bytes()
+    except OSError as error:
+        raise _DamagedError(f"{directory}: incomplete: {error}") from error
+    if expected != _sum_line(hashlib.sha256(content).hexdigest()):
+        raise _DamagedError(f"{directory}: damaged: the checksum of {_MANIFEST} differs")
+    try:
+        fields = json.loads(content)
+        if fields["format"] > FORMAT:
+            raise CheckpointError(
+                f"{directory}: written in format {fields['format']} by actorlearner "
+                f"{fields['versions']['actorlearner']}; this version reads up to {FORMAT}"
+            )
+        files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
+        return Manifest(**fields, files=files)
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise _DamagedError(f"{directory}: damaged: {_MANIFEST} is not a manifest") from error
+
+
+def verify(directory: str | Path) -> Manifest:
+    """Read every file of a checkpoint directory against its manifest, which is returned.
+
+    Raises:
+        CheckpointError: as `read_manifest`, or a file is not what the manifest says.
+    """
+    directory = Path(directory).absolute()
+    manifest = read_manifest(directory)
+    for name in manifest.files:
+        _verify_file(directory, name, manifest)
+    return manifest
+
+
+def _verify_file(directory: Path, name: str, manifest: Manifest) -> Path:
+    """The path of file ``name`` of ``manifest``, its content verified."""
+    path, record = directory / name, manifest.files[name]
+    if path.resolve().parent != directory.resolve():
+        raise _DamagedError(f"{directory}: refused: {name!r} leads out of it")
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != record.size_bytes:
+                wanted = f"{record.size_bytes:,} bytes are needed"
+                raise _DamagedError(f"{directory}: damaged: {name} has {size:,} bytes; {wanted}")
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+    except OSError as error:
+        raise _DamagedError(f"{directory}: incomplete: {error}") from error
+    if digest.hexdigest() != record.sha256:
+        raise _DamagedError(f"{directory}: damaged: the checksum of {name} differs")
+    return path
+
+
+def _looks_like_checkpoint(directory: Path) -> bool:
+    is_step = _STEP.fullmatch(directory.name) is not None
+    return directory.is_dir() and (is_step or (directory / _MANIFEST).exists())
+
+
+def _step_of(directory: Path) -> int:
+    match = _STEP.match(directory.name)
+    assert match
+    return int(match[1])
+
+
+def _steps_in(folder: Path) -> list[Path]:
+    """The checkpoint directories of ``folder``, newest first, by number and not by text."""
+    if not folder.is_dir():
+        return []
+    found = [p for p in folder.iterdir() if p.is_dir() and _STEP.fullmatch(p.name)]
+    names = {directory.name for directory in found}
+    for replaced in folder.glob(f"step_*{_REPLACED}"):
+        # A save of the same step was killed between its two renames: this one still counts.
+        original = replaced.name.removesuffix(_REPLACED)
+        if original not in names and _STEP.fullmatch(original):
+            found.append(replaced)
+    return sorted(found, key=_step_of, reverse=True)
+
+
+# ------------------------------------------------------------------------------------ loading
+
+
+def load(directory: str | Path, names: Iterable[str]) -> dict[str, Any]:
+    """The states ``names`` of a checkpoint directory, each verified.
+
+    Tensors and arrays may be changed at will; their pages come from the file when first touched.
+
+    Raises:
+        CheckpointError: the checkpoint lacks one, is damaged, or is of a newer format.
+    """
+    directory = Path(directory).absolute()
+    manifest = read_manifest(directory)
+    states: dict[str, Any] = {}
+    for name in names:
+        if f"{name}.safetensors" not in manifest.files:
+            held = sorted(Path(f).stem for f in manifest.files if f.endswith(".safetensors"))
+            raise CheckpointError(
+                f"{directory}: holds no {name!r}, only {', '.join(held) or 'texts'}"
+            )
+        try:
+            tensors = safetensors.torch.load_file(
+                _verify_file(directory, f"{name}.safetensors", manifest)
+            )
+            skeleton = _verify_file(directory, f"{name}.json", manifest).read_text()
+            states[name] = _decode(json.loads(skeleton), tensors)
+        except (LookupError, TypeError, ValueError, safetensors.SafetensorError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise _DamagedError(f"{directory}: damaged: {name} can't be read: {error}") from error
+    return states
+
+
+# -------------------------------------------------------------------------------- state trees
+#
+# JSON stands for itself, except that an object whose only key starts with "$" stands for what JSON
+# has no word for: {"$tensor": key}, {"$tuple": [...]}, {"$dict": [[key, value], ...]} and so on.
+
+_NUMPY_DTYPES = {
+    "bool": "BOOL", "float16": "F16", "float32": "F32", "float64": "F64", "complex64": "C64",
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+}  # fmt: skip
+"""What safetensors calls the dtypes that it and NumPy know."""
+
+_TORCH_DTYPES = {
+    torch.bfloat16: ("BF16", torch.int16),
+    torch.float8_e4m3fn: ("F8_E4M3", torch.int8),
+    torch.float8_e5m2: ("F8_E5M2", torch.int8),
+}
+"""What it calls those that NumPy does not know, and an integer type of the same size."""
+
+
+class _Entry(NamedTuple):
+    """One array of a safetensors file: its dtype's name there, and its values, C-contiguous."""
+
+    dtype: str
+    array: Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A state as it goes to disk: JSON text that refers to arrays by key."""
+
+    skeleton: str
+    entries: dict[str, _Entry]
+
+    @classmethod
+    def of(cls, state: Any, name: str) -> _Packed:
+        encoder = _Encoder(name)
+        tree = encoder.encode(state, ())
+        return cls(json.dumps(tree, indent=1) + "\n", encoder.entries)
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.skeleton) + sum(entry.array.nbytes for entry in self.entries.values())
+
+    def safetensors(self) -> Iterator[Any]:
+        """The chunks of a safetensors file: length of the header, header, arrays.
+
+        Written here because the library's own writers reorder arrays that are not contiguous
+        (NumPy) or refuse tensors that share memory, such as tied weights (torch), and hide a full
+        disk from `except OSError`.
+        """
+        # Widest first keeps every array aligned.
+        entries = sorted(self.entries.items(), key=lambda item: -item[1].array.itemsize)
+        header: dict[str, Any] = {}
+        end = 0
+        for key, (dtype, array) in entries:
+            begin, end = end, end + array.nbytes
+            header[key] = {"dtype": dtype, "shape": array.shape, "data_offsets": [begin, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        yield struct.pack("<Q", len(text))
+        yield text
+        for _, (_, array) in entries:
+            yield array.reshape(-1).view(np.uint8)
+
+
+class _Encoder:
+    """Turns a state into JSON and collects its arrays."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.entries: dict[str, _Entry] = {}
+
+    def encode(self, value: Any, path: tuple[str, ...]) -> Any:
+        """``value`` as JSON; ``path`` leads to it."""
+        if isinstance(value, torch.Tensor):
+            return self._encode_tensor(value, path)
+        if isinstance(value, np.ndarray):
+            return self._encode_array("$array", value, path)
+        if isinstance(value, np.generic):
+            return self._encode_array("$scalar", np.asarray(value), path)
+        if value is None or type(value) in (bool, str):
+            return value
+        if type(value) is int:  # other readers of JSON lose digits above 2 ** 53
+            return value if abs(value) <= 1 << 53 else {"$int": hex(value)}
+        if type(value) is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if type(value) is list:
+            return [self.encode(item, (*path, str(i))) for i, item in enumerate(value)]
+        if type(value) is tuple:
+            return {"$tuple": self.encode(list(value), path)}
+        if isinstance(value, dict):
+            return self._encode_dict(value, path)
+        raise self._refusal(path, f"a {type(value).__name__}")
+
+    def _encode_dict(self, value: dict[Any, Any], path: tuple[str, ...]) -> Any:
+        items = {key: self.encode(item, (*path, str(key))) for key, item in value.items()}
+        if all(type(key) is str and not key.startswith("$") for key in items):
+            return items
+        return {"$dict": [[self.encode(k, (*path, "key")), item] for k, item in items.items()]}
+
+    def _encode_tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> Any:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise self._refusal(path, "a sparse or quantised tensor")
+        tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+        if tensor.dtype not in _TORCH_DTYPES:
+            return self._encode_array("$tensor", tensor.numpy(), path)
+        dtype, same_size = _TORCH_DTYPES[tensor.dtype]
+        array = np.asarray(tensor.view(same_size).numpy(), order="C")
+        return {"$tensor": self._add(_Entry(dtype, array), path)}
+
+    def _encode_array(self, kind: str, array: Array, path: tuple[str, ...]) -> Any:
+        array = np.asarray(array, order="C")
+        if array.dtype.isnative and array.dtype.name in _NUMPY_DTYPES:
+            return {kind: self._add(_Entry(_NUMPY_DTYPES[array.dtype.name], array), path)}
+        if array.dtype.hasobject or np.dtype(array.dtype.str) != array.dtype:
+            raise self._refusal(path, f"an array of dtype {array.dtype}")
+        raw = _Entry("U8", array[..., None].view(np.uint8))
+        return {kind: [self._add(raw, path), array.dtype.str]}
+
+    def _add(self, entry: _Entry, path: tuple[str, ...]) -> str:
+        key = "/".join(path).encode(errors="backslashreplace").decode()
+        while key in self.entries or key in ("", "__metadata__"):
+            key += "#"
+        self.entries[key] = entry
+        return key
+
+    def _refusal(self, path: tuple[str, ...], what: str) -> TypeError:
+        return TypeError(f"{'/'.join((self.name, *path))}: a checkpoint can't hold {what}")
+
+
+def _decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The value that ``node`` stands for."""
+    if isinstance(node, list):
+        return [_decode(item, tensors) for item in node]
+    if not isinstance(node, dict):
+        return node
+    kind = next(iter(node), "")
+    if not kind.startswith("$"):
+        return {key: _decode(item, tensors) for key, item in node.items()}
+    content = node[kind]
+    if kind == "$tuple":
+        return tuple(_decode(content, tensors))
+    if kind == "$dict":
+        return {_decode(key, tensors): _decode(item, tensors) for key, item in content}
+    if kind == "$int":
+        return int(content, 16)
+    if kind == "$float":
+        return float(content)
+    return _decode_array(kind, content, tensors)
+
+
+def _decode_array(kind: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(content, str):
+        if kind == "$tensor":
+            return tensors[content]
+        array: Array = tensors[content].numpy()
+    else:
+        key, dtype = content
+        array = tensors[key].numpy().view(dtype)[..., 0].copy()
+    if kind == "$tensor":
+        return torch.from_numpy(array)
+    if kind == "$array":
+        return array
+    if kind == "$scalar":
+        return array[()]
+    raise ValueError(f"{kind} stands for nothing")

@@ -1,0 +1,186 @@
+"""Settings: typed, bounded, immutable; and the one way from a text to an object.
+
+A component declares its settings as a frozen dataclass derived from `Settings`, in its own file.
+Building one checks every field, whether the values come from Python or from the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from actorlearner.contracts import SettingError
+
+SettingsT = TypeVar("SettingsT", bound="Settings")
+
+
+def setting(
+    default: Any = dataclasses.MISSING, *, low: float | None = None, above: float | None = None,
+    high: float | None = None, below: float | None = None,
+) -> Any:  # fmt: skip
+    """A dataclass field with bounds: ``low <= value <= high``, ``above < value < below``.
+
+    Bounds are checked on numbers and on each number of a sequence.
+    """
+    bounds = {"low": low, "above": above, "high": high, "below": below}
+    metadata = {name: bound for name, bound in bounds.items() if bound is not None}
+    if isinstance(default, dict | list):
+        return dataclasses.field(default_factory=lambda: default.copy(), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class Settings:
+    """Base of every settings dataclass (``@dataclass(frozen=True, kw_only=True)``).
+
+    Values are converted where nothing is lost (``1e6`` to an int, a list to a tuple) and refused
+    otherwise.
+
+    Raises:
+        SettingError: naming the dotted key, the value and what is allowed.
+    """
+
+    group: ClassVar[str] = ""
+    """Where these settings stand in the config tree; "" is the root."""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for item in dataclasses.fields(typing.cast(Any, self)):
+            key = self.key(item.name)
+            value = _convert(getattr(self, item.name), hints[item.name], key)
+            _check_bounds(value, item.metadata, key)
+            object.__setattr__(self, item.name, value)
+        self.check()
+
+    def check(self) -> None:
+        """Checks across fields; called when each field is known to be good."""
+
+    @classmethod
+    def key(cls, name: str) -> str:
+        """The dotted key of field ``name``."""
+        return f"{cls.group}.{name}" if cls.group else name
+
+    @classmethod
+    def make(cls: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
+        """Settings from ``values``.
+
+        Raises:
+            SettingError: also for an unknown key, with the nearest known one.
+        """
+        known = [item.name for item in dataclasses.fields(typing.cast(Any, cls))]
+        for name in values:
+            if name not in known:
+                raise SettingError(unknown_key(cls.key(name), [cls.key(n) for n in known]))
+        return cls(**values)
+
+
+def unknown_key(key: str, known: Sequence[str]) -> str:
+    """The error text for ``key``, which is not one of ``known``."""
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(sorted(known))}"
+    return f"{key}: there is no such setting; {hint}"
+
+
+def _convert(value: Any, annotation: Any, key: str) -> Any:
+    """``value`` as ``annotation`` says, or a `SettingError`."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        errors: list[SettingError] = []
+        for option in (a for a in arguments if a is not type(None)):
+            try:
+                return _convert(value, option, key)
+            except SettingError as error:
+                errors.append(error)
+        raise errors[-1]
+    if origin is typing.Literal:
+        if value in arguments and not isinstance(value, bool):
+            return value
+        raise SettingError(f"{key}={value!r}: must be one of {', '.join(map(str, arguments))}")
+    if origin is tuple:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise SettingError(f"{key}={value!r}: a list is needed")
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            return tuple(_convert(item, arguments[0], key) for item in value)
+        if len(value) != len(arguments):
+            raise SettingError(f"{key}={value!r}: exactly {len(arguments)} values are needed")
+        return tuple(_convert(i, a, key) for i, a in zip(value, arguments, strict=True))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise SettingError(f"{key}={value!r}: a mapping is needed")
+        return dict(value)
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        return value if isinstance(value, annotation) else annotation.make(value)
+    return _convert_scalar(value, annotation, key)
+
+
+def _convert_scalar(value: Any, annotation: Any, key: str) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if annotation is float and is_number:
+        return float(value)
+    if annotation is int and is_number and float(value).is_integer():
+        return int(value)
+    if annotation in (bool, str) and isinstance(value, annotation):
+        return value
+    if annotation is Path and isinstance(value, str | Path):
+        return Path(value)
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+    what = names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+    raise SettingError(f"{key}={value!r}: {what} is needed")
+
+
+def _check_bounds(value: Any, bounds: Mapping[str, float], key: str) -> None:
+    if isinstance(value, tuple):
+        for item in value:
+            _check_bounds(item, bounds, key)
+        return
+    if value is None or isinstance(value, str | bool) or not bounds:
+        return
+    tests = {
+        "low": (lambda bound: value >= bound, "at least"),
+        "above": (lambda bound: value > bound, "greater than"),
+        "high": (lambda bound: value <= bound, "at most"),
+        "below": (lambda bound: value < bound, "less than"),
+    }
+    if not all(tests[name][0](bound) for name, bound in bounds.items()):  # NaN fails them all
+        wanted = " and ".join(f"{tests[name][1]} {bound:g}" for name, bound in bounds.items())
+        raise SettingError(f"{key}={value!r}: must be {wanted}")
+
+
+def resolve(target: str, trust: Sequence[str] = ()) -> Any:
+    """The object that ``"package.module:Name"`` names.
+
+    Configs and checkpoints may be other people's, so a target resolves only inside this package,
+    in an installed entry point of group ``actorlearner``, or in the packages of ``trust``.
+
+    Raises:
+        SettingError: for another package, a missing module or a missing name.
+    """
+    module_name, _, name = target.partition(":")
+    package = module_name.partition(".")[0]
+    if not name or not module_name:
+        raise SettingError(f"target={target!r}: must read package.module:Name")
+    allowed = {"actorlearner", *trust}
+    if package not in allowed and target not in {e.value for e in entry_points(group="actorlearner")}:
+        raise SettingError(
+            f"target={target!r}: {package} is not trusted; add trust=[{package}] if you trust it"
+        )
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise SettingError(f"target={target!r}: {error}") from error
+
+
+def config_dir() -> Path:
+    """The Hydra tree: beside the modules in a wheel, beside the package in a checkout."""
+    here = Path(__file__).resolve().parent
+    return here / "configs" if (here / "configs").is_dir() else here.parent / "configs"

@@ -1,0 +1,740 @@
+"""The records, protocols and errors that every other module speaks in: read this first.
+
+One unroll goes ``env -> worker -> launcher -> store -> sample -> training step``. Arrays are
+time-major: ``T`` rows (one per decision), ``B`` columns (one per *stream*: one environment slot of
+one worker). A row is a *departure*: what was seen, what was done, and what came of it.
+
+===========================  =================================================================
+``observation[t]``           what the policy saw; row ``T`` is what it sees next
+``action[t]``                what it did (an index for discrete spaces)
+``reward[t]``                what the environment paid for it, raw
+``terminated[t]``            the episode truly ended here: do not bootstrap
+``truncated[t]``             the episode was cut here: bootstrap from ``observation[t + 1]``
+``valid[t]``                 False on a *reset row*, which is no decision at all
+``first[t]``                 ``observation[t]`` is the first of its episode
+===========================  =================================================================
+
+The observation after a valid row is always its true successor. An episode ends exactly where the
+next row is a reset row: its observation is the true final one, its action is ignored, its flags are
+False and its reward 0; the row after it is ``first``. A reset row is never an env step.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import gymnasium
+    import torch
+    from torch import Tensor
+
+Array: TypeAlias = NDArray[Any]
+Observation: TypeAlias = dict[str, Array]
+"""Flat mapping from key to array, each in its own dtype. A plain space uses `OBSERVATION`."""
+
+OBSERVATION = "observation"
+"""The key of an observation space that is not a Dict or a Tuple."""
+
+
+# ------------------------------------------------------------------------------------- errors
+
+
+class ActorLearnerError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class BadInput(ActorLearnerError, ValueError):
+    """The user asked for something that can't be: one line says what, where, and what to do."""
+
+
+class SettingError(BadInput):
+    """A setting has an unknown key, a wrong type, or a value out of its bounds."""
+
+
+class UnsupportedSpace(BadInput):
+    """An observation or action space that the environment adapter or the agent can't use."""
+
+
+class CheckpointError(BadInput):
+    """A checkpoint is missing, damaged, or of another agent or environment."""
+
+
+class NonFiniteError(ActorLearnerError):
+    """A NaN or infinity turned up in an observation, a reward, a loss or a gradient."""
+
+
+class LauncherClosed(ActorLearnerError, RuntimeError):
+    """A launcher was used before `start` or after `close`."""
+
+
+class WorkerError(ActorLearnerError, RuntimeError):
+    """One or more workers failed.
+
+    Attributes:
+        failures: what is known of each, the first cause first.
+    """
+
+    def __init__(self, failures: Sequence[Failure]) -> None:
+        self.failures = tuple(failures)
+        super().__init__("\n".join(failure.text() for failure in self.failures))
+
+
+# ------------------------------------------------------------------------------- descriptions
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """Shape and dtype of one array, and how many values each entry can take.
+
+    Attributes:
+        shape: without time and batch axes.
+        dtype: NumPy's name of it (``"uint8"``).
+        categories: for discrete data the number of values of each entry, flattened (``(n,)`` for
+            ``Discrete(n)``); empty for Box data. Categorical values count from 0.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    categories: tuple[int, ...] = ()
+
+    @property
+    def is_discrete(self) -> bool:
+        """Whether this is one choice among ``categories[0]`` values."""
+        return self.shape == () and len(self.categories) == 1
+
+    def zeros(self, *leading: int) -> Array:
+        """An array of zeros with axes ``leading`` in front of `shape`."""
+        return np.zeros((*leading, *self.shape), dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvSpec:
+    """What an agent and a store need to know of an environment.
+
+    Attributes:
+        name: the Gymnasium id, or the name of the class or callable.
+        observation: one spec per key.
+        action: the spec of one action.
+        observation_space: the Gymnasium space in words, for error messages.
+        action_space: likewise.
+    """
+
+    name: str
+    observation: dict[str, ArraySpec]
+    action: ArraySpec
+    observation_space: str = ""
+    action_space: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """What an agent wants of one batch of transitions.
+
+    Attributes:
+        batch_size: transitions in a batch.
+        n_step: rewards summed before bootstrapping.
+        gamma: discount per env step.
+        reward_clip: rewards are clipped to ``[-reward_clip, reward_clip]`` in the batch (the store
+            keeps them raw); None leaves them as they are.
+    """
+
+    batch_size: int
+    n_step: int = 1
+    gamma: float = 0.99
+    reward_clip: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLayout:
+    """How experience arrives.
+
+    Attributes:
+        num_streams: environment slots over all workers.
+        unroll_length: rows in an unroll.
+    """
+
+    num_streams: int
+    unroll_length: int
+
+
+# ------------------------------------------------------------------------------------ records
+
+
+class Episode(NamedTuple):
+    """One finished training episode; it travels in the commit message of its unroll.
+
+    Attributes:
+        stream: which environment slot.
+        row: the row of the unroll that ended it.
+        ret: sum of its raw rewards.
+        length: its env steps.
+    """
+
+    stream: int
+    row: int
+    ret: float
+    length: int
+
+
+@dataclass(slots=True)
+class Unroll:
+    """``T`` rows of every stream of one worker (alignment: see the module's docstring).
+
+    Attributes:
+        worker: index of the worker.
+        streams: int ``[B]``, the streams in column order.
+        sequence: counts the unrolls of this worker; a gap says that streams started anew.
+        version: version of the snapshot that chose every action in it.
+        observation: each ``[T + 1, B, ...]``.
+        action: ``[T, B, ...]``.
+        reward: float32 ``[T, B]``, raw.
+        terminated: bool ``[T, B]``.
+        truncated: bool ``[T, B]``.
+        valid: bool ``[T, B]``.
+        first: bool ``[T, B]``.
+        episodes: those that ended in it.
+        seconds: what the worker's time went to (``env``, ``policy``, ``wait``).
+        started_at: `time.monotonic` of its first env step, seconds.
+    """
+
+    worker: int
+    streams: NDArray[np.int64]
+    observation: Observation
+    action: Array
+    reward: NDArray[np.float32]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    valid: NDArray[np.bool_]
+    first: NDArray[np.bool_]
+    sequence: int = 0
+    version: int = 0
+    episodes: list[Episode] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    started_at: float = 0.0
+
+    @staticmethod
+    def layout(env_spec: EnvSpec, unroll_length: int, num_envs: int) -> dict[str, ArraySpec]:
+        """The arrays that hold one unroll, by the name `from_arrays` expects."""
+
+        def rows(spec: ArraySpec, extra: int = 0) -> ArraySpec:
+            return ArraySpec((unroll_length + extra, num_envs, *spec.shape), spec.dtype)
+
+        flag = ArraySpec((), "bool")
+        return {
+            **{f"observation/{key}": rows(s, 1) for key, s in env_spec.observation.items()},
+            "action": rows(env_spec.action),
+            "reward": rows(ArraySpec((), "float32")),
+            **{name: rows(flag) for name in ("terminated", "truncated", "valid", "first")},
+        }
+
+    @classmethod
+    def from_arrays(cls, worker: int, streams: Sequence[int], arrays: Mapping[str, Array]) -> Unroll:
+        """An unroll whose arrays are views of ``arrays`` (see `layout`)."""
+        prefix = "observation/"
+        observation = {k[len(prefix) :]: v for k, v in arrays.items() if k.startswith(prefix)}
+        rest = {k: v for k, v in arrays.items() if not k.startswith(prefix)}
+        return cls(worker, np.asarray(streams, np.int64), observation, **rest)
+
+    @property
+    def num_rows(self) -> int:
+        """``T``."""
+        return len(self.reward)
+
+    @property
+    def env_steps(self) -> int:
+        """Decisions made: valid rows over all columns."""
+        return int(np.count_nonzero(self.valid))
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What a policy needs in order to act, at one moment.
+
+    Attributes:
+        version: updates made when it was taken.
+        arrays: parameters *and* buffers, by name.
+        scalars: what else acting depends on (epsilon).
+    """
+
+    version: int
+    arrays: dict[str, Array]
+    scalars: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Transitions for one update, as torch tensors.
+
+    Attributes:
+        observation: each ``[B, ...]``.
+        next_observation: each ``[B, ...]``, where the n-step window ended.
+        action: ``[B, ...]``; int64 for discrete spaces.
+        reward: float32 ``[B]``: discounted sum over the window, clipped if asked.
+        discount: float32 ``[B]``: ``gamma ** k`` of the bootstrap value, 0 if terminated.
+        weight: float32 ``[B]``: importance weights (1 without priorities).
+        keys: int64 ``[B]`` (NumPy): names of the rows, for `Store.feed_back`.
+    """
+
+    observation: dict[str, Tensor]
+    next_observation: dict[str, Tensor]
+    action: Tensor
+    reward: Tensor
+    discount: Tensor
+    weight: Tensor
+    keys: NDArray[np.int64]
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on ``device``."""
+        moved: dict[str, Any] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, dict):
+                moved[item.name] = {k: v.to(device, non_blocking=True) for k, v in value.items()}
+            elif item.name != "keys":
+                moved[item.name] = value.to(device, non_blocking=True)
+        return replace(self, **moved)
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one training step returns.
+
+    Attributes:
+        loss: scalar, with a graph.
+        metrics: scalars to log under the step's name; tensors are read once per log period.
+        feedback: for `Store.feed_back` (``"priority"``: ``[B]``, non-negative).
+        carry: what the next training step gets; None passes on what this one got.
+    """
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
+    feedback: Mapping[str, Tensor] = field(default_factory=dict)
+    carry: Any = None
+
+
+class EvaluationRequest(NamedTuple):
+    """Greedy episodes to run.
+
+    Attributes:
+        episodes: how many.
+        step_limit: env steps after which an episode is cut, None for no limit.
+        seed: of the whole evaluation; episode ``i`` starts from ``(seed, i)``.
+        env_steps: where the training stood; comes back in the result.
+    """
+
+    episodes: int
+    step_limit: int | None
+    seed: int
+    env_steps: int = 0
+
+
+class EvaluationResult(NamedTuple):
+    """What the episodes gave, in episode order.
+
+    Attributes:
+        returns: sums of raw rewards.
+        lengths: env steps.
+        cut: how many hit the step limit.
+        version: of the snapshot that acted.
+        env_steps: as requested.
+    """
+
+    returns: tuple[float, ...]
+    lengths: tuple[int, ...]
+    cut: int
+    version: int
+    env_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """Where a stream stood, so that its episode can be rebuilt.
+
+    Attributes:
+        episode: index of the episode in the stream.
+        actions: ``[k, ...]``, those taken in it so far; None to start the episode afresh.
+        observation: the last one, to compare with after the actions were repeated.
+    """
+
+    episode: int
+    actions: Array | None = None
+    observation: Observation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """The whole recipe of one worker; it travels by value.
+
+    Attributes:
+        index: of the worker; -1 for the evaluation worker.
+        streams: global indices of its environment slots.
+        num_streams: over all workers.
+        seed: of the run.
+        unroll_length: rows per unroll.
+        env_factory: makes one environment.
+        policy_factory: makes the policy.
+        env_spec: what `Launcher.probe` found.
+        seed_every_episode: start each episode from a seed of its own (lockstep); otherwise only
+            the first of each stream.
+        first_sequence: number of its first unroll.
+        stream_states: where each of its streams goes on; empty for a fresh start.
+    """
+
+    index: int
+    streams: tuple[int, ...]
+    num_streams: int
+    seed: int
+    unroll_length: int
+    env_factory: EnvFactory
+    policy_factory: PolicyFactory
+    env_spec: EnvSpec
+    seed_every_episode: bool = False
+    first_sequence: int = 0
+    stream_states: tuple[StreamState, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What is known of a worker's failure.
+
+    Attributes:
+        worker: its index, -1 for the evaluation worker.
+        env: name of the environment.
+        phase: what it was doing ("constructing the environment", "step", ...).
+        detail: the traceback, or how the process ended.
+        error: the exception in one line.
+        bad_input: whether the user's input is to blame.
+        at: `time.monotonic` seconds, so that the first cause can be told.
+    """
+
+    worker: int
+    env: str
+    phase: str
+    detail: str
+    error: str = ""
+    bad_input: bool = False
+    at: float = 0.0
+
+    @classmethod
+    def of(cls, worker: int, env: str, phase: str, error: BaseException) -> Failure:
+        """What there is to tell of ``error``."""
+        return cls(
+            worker,
+            env,
+            phase,
+            detail="".join(traceback.format_exception(type(error), error, error.__traceback__)),
+            error=f"{type(error).__name__}: {error}",
+            bad_input=isinstance(error, BadInput),
+            at=time.monotonic(),
+        )
+
+    @property
+    def worker_name(self) -> str:
+        """How people call this worker."""
+        return "the evaluation worker" if self.worker < 0 else f"worker {self.worker}"
+
+    def text(self) -> str:
+        """All of it, the most telling line first."""
+        head = f"{self.worker_name} ({self.env}) failed in {self.phase}"
+        return f"{head}: {self.error}\n{self.detail.rstrip()}" if self.error else f"{head}: {self.detail}"
+
+
+# ---------------------------------------------------------------------------------- protocols
+
+
+class EnvFactory(Protocol):
+    """A picklable recipe of an environment.
+
+    The same seed and the same actions must give the same episode. Example::
+
+        factory = GymEnvFactory("CartPole-v1")
+        env = factory()
+        observation, info = env.reset(seed=1)
+    """
+
+    @property
+    def name(self) -> str:
+        """For people: the id, or the name of the class."""
+        ...
+
+    def __call__(self) -> gymnasium.Env[Any, Any]:
+        """A new environment."""
+        ...
+
+
+class Policy(Protocol):
+    """The acting side of an agent: no optimiser, no gradient, on the CPU.
+
+    It keeps no random generator: what it draws, it draws from the one handed in, so that the
+    randomness of an unroll follows from the run's seed, the stream and the unroll's number alone.
+    """
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Take over the arrays (copied) and scalars of ``snapshot``."""
+        ...
+
+    def act(self, observation: Observation, generator: np.random.Generator) -> Array:
+        """Actions ``[B, ...]`` for observations ``[B, ...]``, in the spec's dtype."""
+        ...
+
+
+class PolicyFactory(Protocol):
+    """A picklable recipe of a policy.
+
+    ``streams`` are those that the policy acts for, out of ``num_streams``; ``greedy`` policies
+    explore nothing (evaluation).
+    """
+
+    def __call__(
+        self, env_spec: EnvSpec, streams: Sequence[int], num_streams: int, greedy: bool
+    ) -> Policy:
+        """A new policy."""
+        ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Something that a checkpoint holds: nested dicts and lists of arrays, tensors and scalars."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that `load_state_dict` needs."""
+        ...
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Go back to ``state``."""
+        ...
+
+
+class Store(Stateful, Protocol):
+    """Where unrolls go and batches come from."""
+
+    def seed(self, seed: int) -> None:
+        """Seed its generator; called before `build`."""
+        ...
+
+    def build(
+        self, env_spec: EnvSpec, sample_spec: SampleSpec, layout: StreamLayout, planned_updates: int
+    ) -> None:
+        """Allocate. Idempotent; raises `BadInput` for what can't be stored."""
+        ...
+
+    @property
+    def warmup_env_steps(self) -> int:
+        """Env steps before the first update."""
+        ...
+
+    @property
+    def save(self) -> bool:
+        """Whether checkpoints hold the experience."""
+        ...
+
+    def add(self, unroll: Unroll) -> None:
+        """Copy the unroll in."""
+        ...
+
+    def ready(self) -> bool:
+        """Whether `sample` can answer."""
+        ...
+
+    def sample(self) -> Batch:
+        """The batch for one update. Never a reset row, never two episodes in one transition."""
+        ...
+
+    def feed_back(self, keys: NDArray[np.int64], feedback: Mapping[str, Array]) -> None:
+        """Take the learner's word on rows it sampled; stale keys are ignored and counted."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Scalars to log."""
+        ...
+
+
+class Agent(Protocol):
+    """The learning side: a torch module whose losses the Trainer minimises. No I/O inside.
+
+    Example: what the Trainer does with one batch::
+
+        carry = store.sample().to(device)
+        for name, training_step in agent.training_steps().items():
+            output = training_step(carry)
+            optimise(name, output.loss)
+            carry = output.carry or carry
+            agent.after_step(name, updates)
+
+    Before `fit` the Trainer sets ``device``, ``dtype``, ``tensorboard`` (a writer or None),
+    ``current_step`` (env steps), ``current_episode`` and ``log_every_env_steps`` on it, and keeps
+    the two counters true.
+    """
+
+    def build(self, env_spec: EnvSpec) -> None:
+        """Make the networks. Idempotent; raises `UnsupportedSpace`."""
+        ...
+
+    @property
+    def sample_spec(self) -> SampleSpec:
+        """What a batch must be."""
+        ...
+
+    def policy_factory(self) -> PolicyFactory:
+        """The recipe of its policy."""
+        ...
+
+    def snapshot(self, version: int) -> Snapshot:
+        """Its policy now; arrays may alias the parameters."""
+        ...
+
+    def configure_optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
+        """One optimiser per training step, by the step's name."""
+        ...
+
+    def training_steps(self) -> Mapping[str, Callable[[Any], StepOutput]]:
+        """The training steps of one update, in order."""
+        ...
+
+    def after_step(self, name: str, updates: int) -> None:
+        """After step ``name`` of update number ``updates`` (target copies, moving averages)."""
+        ...
+
+    def to(self, device: Any, dtype: Any) -> Any:
+        """As of `torch.nn.Module`."""
+        ...
+
+    def train(self, mode: bool = True) -> Any:
+        """As of `torch.nn.Module`."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of `torch.nn.Module`."""
+        ...
+
+    def load_state_dict(self, state: Any) -> Any:
+        """As of `torch.nn.Module`."""
+        ...
+
+
+class Launcher(Protocol):
+    """Runs workers and moves what they make.
+
+    Example::
+
+        with launcher:
+            launcher.start(specs, agent.snapshot(0))
+            for unroll in launcher.gather(timeout=0.1, may_insert=limiter.may_insert):
+                store.add(unroll)
+            launcher.publish(agent.snapshot(updates))
+
+    Attributes:
+        notes: what the user should know of how workers started.
+    """
+
+    notes: list[str]
+
+    def probe(self, factory: EnvFactory) -> EnvSpec:
+        """What ``factory`` makes, found out where workers live."""
+        ...
+
+    def start(self, specs: Sequence[WorkerSpec], snapshot: Snapshot) -> None:
+        """Start the workers; ``snapshot`` fixes the layout of all later ones."""
+        ...
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Copy ``snapshot`` to where workers read it; never waits for a reader."""
+        ...
+
+    def gather(self, timeout: float, may_insert: Callable[[], bool]) -> Iterator[Unroll]:
+        """Yield what is finished, waiting up to ``timeout`` seconds for the first.
+
+        A view is valid until the next is asked for; the worker then gets its slot back if
+        ``may_insert()``, else at a later `gather`. In lockstep: exactly one unroll per worker, by
+        index.
+
+        Raises:
+            WorkerError: a worker failed.
+        """
+        ...
+
+    def request_evaluation(self, snapshot: Snapshot, request: EvaluationRequest) -> bool:
+        """Start an evaluation of a frozen copy of ``snapshot``; False while one is running."""
+        ...
+
+    def poll_evaluation(self) -> EvaluationResult | None:
+        """The result, once, when there is one."""
+        ...
+
+    def evaluate(self, snapshot: Snapshot, request: EvaluationRequest) -> EvaluationResult:
+        """Both of the above, waiting for the result."""
+        ...
+
+    def close(self) -> None:
+        """End the workers. Idempotent, bounded in time; leaves no process and no shared memory."""
+        ...
+
+    def __enter__(self) -> Launcher:
+        """The launcher itself."""
+        ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """`close`."""
+        ...
+
+
+class MetricSink(Protocol):
+    """Where metrics go."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """``metrics`` (``group/name``) at ``step`` env steps."""
+        ...
+
+    def close(self) -> None:
+        """Flush and close. Idempotent."""
+        ...
+
+
+__all__ = [
+    "OBSERVATION",
+    "ActorLearnerError",
+    "Agent",
+    "Array",
+    "ArraySpec",
+    "BadInput",
+    "Batch",
+    "CheckpointError",
+    "EnvFactory",
+    "EnvSpec",
+    "Episode",
+    "EvaluationRequest",
+    "EvaluationResult",
+    "Failure",
+    "Launcher",
+    "LauncherClosed",
+    "MetricSink",
+    "NonFiniteError",
+    "Observation",
+    "Policy",
+    "PolicyFactory",
+    "SampleSpec",
+    "SettingError",
+    "Snapshot",
+    "Stateful",
+    "StepOutput",
+    "Store",
+    "StreamLayout",
+    "StreamState",
+    "Unroll",
+    "UnsupportedSpace",
+    "WorkerError",
+    "WorkerSpec",
+]

@@ -1,0 +1,66 @@
+"""SIGINT and SIGTERM as a flag, looked at when it is safe to stop."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """While it is entered, the first SIGINT or SIGTERM is only noted; a second one acts at once.
+
+    Outside the main thread, where Python delivers no signals, it does nothing.
+
+    Attributes:
+        signal: the one that came, or None.
+        insists: whether a second one came.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has come yet."""
+        self.signal: signal.Signals | None = None
+        self.insists = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        """Install the handlers."""
+        if threading.current_thread() is threading.main_thread():
+            self._before = {s: signal.signal(s, self._note) for s in _SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Put back the handlers that were there."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            self.insists = True
+            self._raise(signal.Signals(number))
+        self.signal = signal.Signals(number)
+
+    def raise_if_any(self) -> None:
+        """End as the signal asked for.
+
+        Raises:
+            KeyboardInterrupt: SIGINT came.
+            SystemExit: SIGTERM came; with code 143.
+        """
+        if self.signal is not None:
+            self._raise(self.signal)
+
+    @staticmethod
+    def _raise(number: signal.Signals) -> None:
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)

@@ -1,0 +1,258 @@
+"""The life of a child process: probe an environment, collect unrolls, or evaluate.
+
+A child says ``(kind, payload)`` over its pipe: ``ready`` (notes), ``commit`` (which slot is full),
+``result`` (of a probe or an evaluation) or ``failure``. It is told what to do next by a slot
+number or an evaluation, and to end by None or the end of the pipe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+
+from actorlearner.contracts import (
+    ArraySpec,
+    Episode,
+    EvaluationRequest,
+    Failure,
+    Snapshot,
+    Unroll,
+    WorkerSpec,
+)
+from actorlearner.shared_memory import DoubleBuffer, SharedArrays
+
+if TYPE_CHECKING:
+    from actorlearner.worker import EnvWorker
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+
+
+class Commit(NamedTuple):
+    """An unroll slot is full.
+
+    Attributes:
+        slot: which one.
+        sequence: see `Unroll`, as are the rest.
+        version: of the snapshot that acted.
+        episodes: those that ended.
+        seconds: where the time went.
+        started_at: of the first env step.
+    """
+
+    slot: int
+    sequence: int
+    version: int
+    episodes: list[Episode]
+    seconds: dict[str, float]
+    started_at: float
+
+
+class SnapshotBuffer:
+    """Snapshots in shared memory: one process publishes, others read the newest."""
+
+    def __init__(self, example: Snapshot) -> None:
+        """Lay out the memory.
+
+        Args:
+            example: all later snapshots have its arrays and scalars.
+        """
+        self._scalars = list(example.scalars)
+        specs = {
+            f"arrays/{name}": ArraySpec(np.shape(array), np.asarray(array).dtype.name)
+            for name, array in example.arrays.items()
+        }
+        specs["scalars"] = ArraySpec((len(self._scalars),), "float64")
+        specs["version"] = ArraySpec((1,), "int64")
+        self._specs = specs
+        self._buffer = DoubleBuffer(specs)
+        self._reset_reader()
+
+    def _reset_reader(self) -> None:
+        self._number = 0
+        self._copy: dict[str, Any] = {}
+        self._snapshot: Snapshot | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: getattr(self, k) for k in ("_scalars", "_specs", "_buffer")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset_reader()
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Make ``snapshot`` the newest."""
+        values = {f"arrays/{name}": array for name, array in snapshot.arrays.items()}
+        values["scalars"] = np.array([snapshot.scalars[name] for name in self._scalars], float)
+        values["version"] = np.array([snapshot.version], np.int64)
+        self._buffer.write(values)
+
+    def read(self) -> Snapshot:
+        """The newest snapshot, in memory of this process; the same object while none is newer."""
+        if self._snapshot is None or self._buffer.writes != self._number:
+            if not self._copy:
+                self._copy = {name: spec.zeros() for name, spec in self._specs.items()}
+            self._number = self._buffer.read(self._copy)
+            prefix = "arrays/"
+            self._snapshot = Snapshot(
+                int(self._copy["version"][0]),
+                {k[len(prefix) :]: v for k, v in self._copy.items() if k.startswith(prefix)},
+                dict(zip(self._scalars, map(float, self._copy["scalars"]), strict=True)),
+            )
+        return self._snapshot
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        self._buffer.close()
+
+
+def leave_signals_to_the_learner() -> None:
+    """Ctrl-C and SIGTERM reach the whole group; what they mean is for the learner to say."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when its parent ends, also inside a long step (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _arm(name: str) -> None:
+    """Make sure of this process: its signals, its end, its process group, its name, its threads."""
+    importlib.import_module("actorlearner.launch._zygote")  # done already under the fork server
+    leave_signals_to_the_learner()
+    die_with_parent()
+    parent = parent_process()
+    if parent is not None and wait([parent.sentinel], timeout=0):
+        os._exit(1)  # it ended before the kernel was asked to tell
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15])
+    elif parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # so that a hung worker is killed with its own children
+    importlib.import_module("torch").set_num_threads(1)
+
+
+def _end_with(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)
+
+
+def run_child(role: str, index: int, env: str, payload: bytes, connection: Connection,
+              memory: Mapping[str, Any]) -> None:  # fmt: skip
+    """Main function of every child.
+
+    Args:
+        role: ``probe``, ``collect`` or ``evaluate``.
+        index: of the worker.
+        env: name of the environment, for messages.
+        payload: cloudpickled environment factory (probe) or `WorkerSpec`.
+        connection: this end of the pipe.
+        memory: ``snapshots`` and, to collect, ``slots``.
+    """
+    worker: EnvWorker | None = None
+    try:
+        _arm({"probe": "al-probe", "evaluate": "al-evaluate"}.get(role, f"al-worker-{index}"))
+        subject = cloudpickle.loads(payload)
+        from actorlearner.worker import EnvWorker, probe
+
+        if role == "probe":
+            connection.send(("result", probe(subject)))
+            return
+        worker = EnvWorker(subject)
+        if role == "evaluate":
+            _evaluate(worker, connection, memory["snapshots"])
+        else:
+            _collect(worker, connection, memory["snapshots"], memory["slots"])
+    except (BrokenPipeError, EOFError, ConnectionResetError) as error:
+        if connection.closed or _is_gone(connection):
+            return  # the learner has left; nobody to tell
+        _tell(connection, worker, index, env, error)
+    except (Exception, SystemExit) as error:  # an environment may raise anything
+        _tell(connection, worker, index, env, error)
+    finally:
+        if worker is not None:
+            worker.close()
+
+
+def _is_gone(connection: Connection) -> bool:
+    try:
+        return connection.poll() and connection.recv() is None
+    except (OSError, EOFError):
+        return True
+
+
+def _tell(
+    connection: Connection, worker: EnvWorker | None, index: int, env: str, error: BaseException
+) -> None:
+    if worker is not None:
+        failure = worker.failure(error)
+    else:
+        failure = Failure.of(index, env, "constructing the environment", error)
+    try:
+        connection.send(("failure", failure))
+    except OSError:
+        pass
+
+
+def _collect(
+    worker: EnvWorker, connection: Connection, snapshots: SnapshotBuffer, slots: SharedArrays
+) -> None:
+    worker.open()
+    unrolls = slot_unrolls(worker.spec, slots)
+    connection.send(("ready", worker.notes))
+    while True:
+        since = time.perf_counter()
+        slot = connection.recv()
+        if slot is None:
+            return
+        waited = time.perf_counter() - since
+        unroll = unrolls[slot]
+        worker.collect(snapshots.read(), unroll)
+        unroll.seconds["wait"] = waited
+        commit = Commit(
+            slot,
+            unroll.sequence,
+            unroll.version,
+            unroll.episodes,
+            unroll.seconds,
+            unroll.started_at,
+        )
+        connection.send(("commit", commit))
+
+
+def _evaluate(worker: EnvWorker, connection: Connection, snapshots: SnapshotBuffer) -> None:
+    connection.send(("ready", []))
+    while True:
+        request: EvaluationRequest | None = connection.recv()
+        if request is None:
+            return
+        connection.send(("result", worker.evaluate(snapshots.read(), request)))
+
+
+def slot_layout(spec: WorkerSpec, num_slots: int) -> dict[str, ArraySpec]:
+    """The arrays of all unroll slots of one worker."""
+    layout = Unroll.layout(spec.env_spec, spec.unroll_length, len(spec.streams))
+    return {f"{slot}/{name}": a for slot in range(num_slots) for name, a in layout.items()}
+
+
+def slot_unrolls(spec: WorkerSpec, slots: SharedArrays) -> list[Unroll]:
+    """The slots as unrolls, views of the shared memory."""
+    by_slot: dict[int, dict[str, Any]] = {}
+    for key, array in slots.arrays.items():
+        slot, _, name = key.partition("/")
+        by_slot.setdefault(int(slot), {})[name] = array
+    return [Unroll.from_arrays(spec.index, spec.streams, by_slot[i]) for i in sorted(by_slot)]

@@ -1,0 +1,396 @@
+"""Workers as processes of this machine: the default.
+
+Bulk data lie in anonymous shared memory; pipes carry *credits* down (you may fill slot 1) and
+*commits* up (slot 1 is full), a few hundred bytes per unroll. Credits are the flow control: a
+worker without one waits. An unroll that was not committed does not exist, so a worker that is
+killed loses only that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from typing import Any, Literal
+
+import cloudpickle
+
+from actorlearner.config import Settings, setting
+from actorlearner.contracts import (
+    EnvFactory,
+    EnvSpec,
+    EvaluationRequest,
+    EvaluationResult,
+    Failure,
+    LauncherClosed,
+    Snapshot,
+    Unroll,
+    WorkerSpec,
+)
+from actorlearner.launch import LauncherBase, raise_failures
+from actorlearner.launch._child import (
+    Commit,
+    SnapshotBuffer,
+    run_child,
+    slot_layout,
+    slot_unrolls,
+)
+from actorlearner.shared_memory import SharedArrays
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 0.2  # for the other workers to tell their failures too
+_CLOSE_S = 2.0  # for workers to close their environments before they are killed
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSettings(Settings):
+    """Settings of the local launcher."""
+
+    group = "launch"
+
+    start_method: Literal["auto", "forkserver", "spawn"] = "auto"
+    """How processes start; auto takes forkserver on Linux and spawn elsewhere."""
+    start_timeout_s: float = setting(120.0, above=0)
+    """Seconds within which a worker must have constructed its environments."""
+    slots: int = setting(2, low=1)
+    """Unrolls that a worker may be ahead; 2 keep it busy while one is copied."""
+
+
+class LocalLauncher(LauncherBase):
+    """Runs every worker in a process of its own."""
+
+    def __init__(self, *, lockstep: bool = False, **settings: Any) -> None:
+        """Nothing is started yet.
+
+        Args:
+            lockstep: gather exactly one unroll per worker, in order.
+            settings: see `LaunchSettings`.
+        """
+        self.settings = LaunchSettings.make(settings)
+        self._lockstep = lockstep
+        self._children: list[_Child] = []
+        self._evaluator: _Child | None = None
+        self._snapshots: SnapshotBuffer | None = None
+        self._withheld: list[tuple[_Child, int]] = []
+        self._result: EvaluationResult | None = None
+        self._context = start_processes(self.settings.start_method)
+        self.notes: list[str] = []
+
+    def probe(self, factory: EnvFactory) -> EnvSpec:
+        """See `contracts.Launcher`."""
+        child = self._spawn("probe", 0, factory.name, cloudpickle.dumps(factory), {})
+        try:
+            spec: EnvSpec = self._expect(child, "result")
+            return spec
+        finally:
+            _close([child])
+
+    def start(self, specs: Sequence[WorkerSpec], snapshot: Snapshot) -> None:
+        """See `contracts.Launcher`. Does not wait: the first failure shows in `gather`."""
+        atexit.register(self.close)  # before multiprocessing waits for children at exit
+        self._specs = list(specs)
+        self._snapshots = SnapshotBuffer(snapshot)
+        self._snapshots.publish(snapshot)
+        for spec in specs:
+            slots = SharedArrays(slot_layout(spec, self.settings.slots))
+            memory = {"snapshots": self._snapshots, "slots": slots}
+            name = spec.env_factory.name
+            child = self._spawn("collect", spec.index, name, cloudpickle.dumps(spec), memory)
+            child.unrolls, child.owned = slot_unrolls(spec, slots), slots
+            self._children.append(child)
+            if not self._lockstep:
+                for slot in range(self.settings.slots):
+                    child.send(slot)
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """See `contracts.Launcher`."""
+        if self._snapshots is None:
+            raise LauncherClosed("publish needs a launcher that is started")
+        self._snapshots.publish(snapshot)
+
+    def gather(self, timeout: float, may_insert: Callable[[], bool]) -> Iterator[Unroll]:
+        """See `contracts.Launcher`."""
+        if not self._children:
+            raise LauncherClosed("gather needs a launcher that is started")
+        if self._lockstep:
+            yield from self._gather_in_order(may_insert)
+            return
+        withheld, self._withheld = self._withheld, []
+        for child, slot in withheld:
+            self._give_back(child, slot, may_insert)
+        for child in self._wait(self._children, timeout):
+            while child.connection.poll():
+                commit: Commit | None = self._receive(child)
+                if commit is not None:
+                    yield child.view(commit)
+                    self._give_back(child, commit.slot, may_insert)
+
+    def _gather_in_order(self, may_insert: Callable[[], bool]) -> Iterator[Unroll]:
+        if not may_insert():
+            return
+        for child in self._children:
+            child.send(0)
+        for child in self._children:
+            yield child.view(self._expect(child, "commit"))
+
+    def _give_back(self, child: _Child, slot: int, may_insert: Callable[[], bool]) -> None:
+        if may_insert():
+            child.send(slot)
+        else:
+            self._withheld.append((child, slot))
+
+    def request_evaluation(self, snapshot: Snapshot, request: EvaluationRequest) -> bool:
+        """See `contracts.Launcher`. The evaluation worker starts with the first request."""
+        if self._snapshots is None:
+            raise LauncherClosed("request_evaluation needs a launcher that is started")
+        evaluator = self._evaluator
+        if evaluator is None:
+            frozen = SnapshotBuffer(snapshot)  # of its own: training must not change it
+            spec = replace(self._specs[0], index=-1)
+            name, payload = spec.env_factory.name, cloudpickle.dumps(spec)
+            evaluator = self._spawn("evaluate", -1, name, payload, {"snapshots": frozen})
+            evaluator.owned = frozen
+            self._evaluator = evaluator
+        elif evaluator.is_busy or self._result is not None:
+            return False
+        assert isinstance(evaluator.owned, SnapshotBuffer)
+        evaluator.owned.publish(snapshot)
+        evaluator.send(request)
+        evaluator.is_busy = True
+        return True
+
+    def poll_evaluation(self) -> EvaluationResult | None:
+        """See `contracts.Launcher`."""
+        evaluator = self._evaluator
+        while self._result is None and evaluator is not None and self._wait([evaluator], 0):
+            self._receive(evaluator)
+        result, self._result = self._result, None
+        return result
+
+    def wait_for_evaluation(self) -> EvaluationResult:
+        """The result of the evaluation that is running."""
+        if self._evaluator is None:
+            raise LauncherClosed("no evaluation was requested")
+        while (result := self.poll_evaluation()) is None:
+            self._wait([self._evaluator], 1.0)
+        return result
+
+    def close(self) -> None:
+        """See `contracts.Launcher`."""
+        children = [*self._children, *([self._evaluator] if self._evaluator else [])]
+        self._children, self._evaluator, self._withheld = [], None, []
+        _close(children)
+        if self._snapshots is not None:
+            self._snapshots.close()
+            self._snapshots = None
+            atexit.unregister(self.close)
+
+    # ------------------------------------------------------------------------ children
+
+    def _spawn(
+        self, role: str, index: int, env: str, payload: bytes, memory: Mapping[str, Any]
+    ) -> _Child:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(  # type: ignore[attr-defined]
+            target=run_child,
+            args=(role, index, env, payload, theirs, memory),
+            name=f"actorlearner-{role}-{index}",
+        )
+        # A child would import the user's script again, which may lack a __main__ guard; all that
+        # it needs from there travels by value in the payload.
+        with _no_main_module():
+            process.start()
+        theirs.close()
+        return _Child(process, ours, index, env, role)
+
+    def _wait(self, children: Sequence[_Child], timeout: float) -> list[_Child]:
+        """Those that have something to say, or have ended."""
+        by_handle: dict[Any, _Child] = {}
+        for child in children:
+            by_handle[child.connection] = by_handle[child.process.sentinel] = child
+        heard = {id(by_handle[handle]): by_handle[handle] for handle in wait(by_handle, timeout)}
+        for child in heard.values():
+            if not child.connection.poll():  # ended, and said nothing
+                self._fail([child.death()])
+        if not heard:
+            self._check_start_up(children)
+        return list(heard.values())
+
+    def _check_start_up(self, children: Sequence[_Child]) -> None:
+        limit = self.settings.start_timeout_s
+        for child in children:
+            if not child.is_ready and time.monotonic() - child.started_at > limit:
+                text = (
+                    f"not done after launch.start_timeout_s={limit:g}; raise it if the "
+                    "environment takes that long to construct"
+                )
+                self._fail([child.failure("constructing the environment", text)])
+
+    def _receive(self, child: _Child) -> Any:
+        """The next commit or result; None for a message that needs no further care."""
+        try:
+            kind, payload = child.connection.recv()
+        except (EOFError, OSError):
+            self._fail([child.death()])
+        child.is_ready = True
+        if kind == "failure":
+            self._fail([payload])
+        if kind == "ready":
+            self.notes += payload
+            return None
+        if child.role == "evaluate":
+            child.is_busy = False
+            self._result = payload
+        return payload
+
+    def _expect(self, child: _Child, kind: str) -> Any:
+        """The next payload of ``child``, however long it takes; watches all the others too."""
+        others = [c for c in self._children if c is not child and not c.connection.poll()]
+        while True:
+            if child in self._wait([child, *others], 1.0):
+                payload = self._receive(child)
+                if payload is not None:
+                    return payload
+            others = [c for c in others if not c.connection.poll()]
+
+    def _fail(self, failures: list[Failure]) -> Any:
+        """Raise the first cause, after the others had a moment to tell theirs."""
+        known = {failure.worker for failure in failures}
+        deadline = time.monotonic() + _GRACE_S
+        others = [c for c in self._children if c.index not in known]
+        while others and (left := deadline - time.monotonic()) > 0:
+            for connection in wait([c.connection for c in others], left):
+                child = next(c for c in others if c.connection is connection)
+                try:
+                    kind, payload = child.connection.recv()
+                except (EOFError, OSError):
+                    kind, payload = "failure", child.death()
+                if kind == "failure":
+                    failures.append(payload)
+                    others.remove(child)
+        raise_failures(failures)
+
+
+class _Child:
+    """A child process as its parent sees it."""
+
+    def __init__(
+        self,
+        process: Any,
+        connection: Connection,
+        index: int,
+        env: str,
+        role: str,
+    ) -> None:
+        self.process = process
+        self.connection = connection
+        self.index = index
+        self.env = env
+        self.role = role
+        self.started_at = time.monotonic()
+        self.is_ready = False
+        self.is_busy = False
+        self.unrolls: list[Unroll] = []
+        self.owned: SharedArrays | SnapshotBuffer | None = None
+
+    def send(self, message: Any) -> None:
+        """Tell it; that it is gone will show when it is next listened to."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send(message)
+
+    def view(self, commit: Commit) -> Unroll:
+        """The unroll that ``commit`` says is full."""
+        unroll = self.unrolls[commit.slot]
+        return replace(
+            unroll,
+            sequence=commit.sequence,
+            version=commit.version,
+            episodes=commit.episodes,
+            seconds=commit.seconds,
+            started_at=commit.started_at,
+        )
+
+    def failure(self, phase: str, detail: str) -> Failure:
+        """A failure that the child can't tell of itself."""
+        return Failure(self.index, self.env, phase, detail, at=time.monotonic())
+
+    def death(self) -> Failure:
+        """How the process ended."""
+        self.process.join(1.0)
+        code = self.process.exitcode
+        pid = f"process {self.process.pid}"
+        if code is None:
+            how = f"{pid} closed its pipe"
+        elif code < 0:
+            how = f"{pid} was killed by {signal.Signals(-code).name}"
+            if -code == signal.SIGKILL:
+                how += " (out of memory?)"
+        else:
+            how = f"{pid} exited with code {code}"
+        phase = "an unroll" if self.is_ready else "constructing the environment"
+        return self.failure(phase, how)
+
+    def kill(self) -> None:
+        """End the process and what it started, now."""
+        pid = self.process.pid
+        with suppress(ProcessLookupError, PermissionError):
+            if hasattr(os, "killpg") and os.getpgid(pid) == pid:
+                os.killpg(pid, signal.SIGKILL)
+        self.process.kill()
+
+
+def _close(children: Sequence[_Child]) -> None:
+    """End ``children`` and give their pipes and memory back, within a bounded time."""
+    for child in children:
+        child.send(None)
+    deadline = time.monotonic() + _CLOSE_S
+    for child in children:
+        child.process.join(max(0.0, deadline - time.monotonic()))
+        if child.process.exitcode is None:
+            child.kill()
+            child.process.join()
+        child.connection.close()
+        child.process.close()
+        child.unrolls = []
+        if child.owned is not None:
+            child.owned.close()
+
+
+@contextmanager
+def _no_main_module() -> Iterator[None]:
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def start_processes(start_method: str = "auto") -> BaseContext:
+    """Make ready to start children, and return the context that does.
+
+    On Linux this starts the fork server, which loads torch and Gymnasium while the caller goes on;
+    so the earlier, the better. It dies with the thread that started it: use the main one.
+    """
+    if start_method == "auto":
+        start_method = "forkserver" if sys.platform == "linux" else "spawn"
+    context = multiprocessing.get_context(start_method)
+    if start_method == "forkserver":
+        if threading.current_thread() is not threading.main_thread():
+            logger.debug("the fork server starts from a thread and will end with it")
+        context.set_forkserver_preload(["actorlearner.launch._zygote"])
+        forkserver.ensure_running()
+    return context

@@ -1,0 +1,578 @@
+"""The replay buffer: keeps the newest experience and makes batches of transitions of it.
+
+Legend of the suffixes: T rows of an unroll, N rows of an n-step window, B columns of either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from actorlearner.config import Settings, setting
+from actorlearner.contracts import (
+    Array,
+    BadInput,
+    Batch,
+    CheckpointError,
+    EnvSpec,
+    NonFiniteError,
+    Observation,
+    SampleSpec,
+    SettingError,
+    StreamLayout,
+    Unroll,
+)
+from actorlearner.returns import n_step
+from actorlearner.sum_tree import SumTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings(Settings):
+    """How much is kept and how it is drawn.
+
+    Attributes:
+        capacity: rows kept; the oldest go first.
+        warmup_env_steps: env steps before the first update.
+        prioritized: draw by priority instead of uniformly.
+        alpha: how much priorities matter; 0 draws uniformly, 1 in proportion.
+        beta_start: exponent of the importance weights at the first batch; it goes linearly to 1.
+        beta_updates: batches until it is 1; None for the updates that the run plans.
+        priority_epsilon: added to every priority, so that each row can be drawn again.
+        save: put the contents into checkpoints.
+    """
+
+    group: ClassVar[str] = "replay"
+
+    capacity: int = setting(50_000, low=1)
+    warmup_env_steps: int = setting(1_000, low=0)
+    prioritized: bool = True
+    alpha: float = setting(0.6, low=0, high=1)
+    beta_start: float = setting(0.4, low=0, high=1)
+    beta_updates: int | None = setting(None, low=1)
+    priority_epsilon: float = setting(1e-6, above=0)
+    save: bool = True
+
+
+class ReplayBuffer:
+    """A `Store` of transitions, drawn uniformly or by priority.
+
+    Every valid row starts one transition, the newest ones included. It ends ``n_step`` rows on, or
+    earlier: where the episode ends, and where the stored data of the stream do, which counts as a
+    truncation. Rewards are kept raw; they are clipped and summed when a batch is made.
+
+    Prioritised replay is that of Schaul et al. (2016), arXiv:1511.05952: proportional, stratified
+    (appendix B.2.1: one draw from each of ``batch_size`` equal parts of the total), new rows at the
+    highest priority seen so far (1 at first), importance weights ``(N * P(i)) ** -beta`` over the
+    N rows that can be drawn. The weights are divided by their maximum *in the batch*, as in DQN
+    Zoo, Acme and Dopamine; the paper leaves open over what the maximum is taken.
+
+    Example::
+
+        buffer = ReplayBuffer(capacity=100_000, prioritized=False)
+        buffer.seed(0)
+        buffer.build(env_spec, agent.sample_spec, StreamLayout(8, 16), planned_updates=10_000)
+        buffer.add(unroll)
+        batch = buffer.sample()
+        buffer.feed_back(batch.keys, {"priority": abs_td_error})
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        """A buffer that holds nothing until `build`.
+
+        Args:
+            **settings: see `ReplaySettings`.
+
+        Raises:
+            SettingError: an unknown setting or a value out of its bounds.
+        """
+        self.settings = ReplaySettings.make(settings)
+        self._built_for: dict[str, Any] = {}
+        self._built_ring: _Ring | None = None
+        self._tree: SumTree | None = None
+        self._env_spec: EnvSpec
+        self._sample_spec: SampleSpec
+        self._beta_updates: int
+        self._max_priority = 1.0
+        self._num_batches = 0
+        self._stale_feedback = 0
+        self.seed(0)
+
+    def seed(self, seed: int) -> None:
+        """Start the random generator anew from ``seed``."""
+        self._generator = np.random.default_rng(seed)
+
+    def build(
+        self, env_spec: EnvSpec, sample_spec: SampleSpec, layout: StreamLayout, planned_updates: int
+    ) -> None:
+        """Allocate; a second call with the same arguments keeps the contents.
+
+        Args:
+            env_spec: what the rows consist of.
+            sample_spec: what a batch must be.
+            layout: how experience arrives.
+            planned_updates: updates over which beta goes to 1 unless the settings say otherwise.
+
+        Raises:
+            SettingError: the capacity can't hold two unrolls of every stream.
+            BadInput: the buffer was built for something else.
+        """
+        asked = {
+            "env_spec": env_spec,
+            "sample_spec": sample_spec,
+            "layout": layout,
+            "planned_updates": planned_updates,
+        }
+        if self._built_for:
+            changed = [name for name, value in asked.items() if value != self._built_for[name]]
+            if changed:
+                raise BadInput(
+                    f"this replay buffer was built with another {' and '.join(changed)}: "
+                    "make a new one for each run"
+                )
+            return
+        # Fewer, and a stream's own unroll could overwrite the one that it continues.
+        needed = 2 * layout.num_streams * layout.unroll_length
+        if self.settings.capacity < needed:
+            raise SettingError(
+                f"replay.capacity={self.settings.capacity}: must be at least {needed}, which is two"
+                f" unrolls of {layout.unroll_length} rows for each of {layout.num_streams} streams"
+            )
+        self._built_ring = ring = _Ring(env_spec, layout, self.settings.capacity)
+        self._tree = SumTree(ring.num_rows) if self.settings.prioritized else None
+        self._env_spec, self._sample_spec = env_spec, sample_spec
+        self._beta_updates = self.settings.beta_updates or max(1, planned_updates)
+        self._built_for = asked
+
+    @property
+    def warmup_env_steps(self) -> int:
+        """Env steps before the first update."""
+        return self.settings.warmup_env_steps
+
+    @property
+    def save(self) -> bool:
+        """Whether checkpoints hold the experience."""
+        return self.settings.save
+
+    @property
+    def beta(self) -> float:
+        """Exponent of the importance weights of the next batch."""
+        fraction = min(1.0, self._num_batches / self._beta_updates)
+        return self.settings.beta_start + (1.0 - self.settings.beta_start) * fraction
+
+    def add(self, unroll: Unroll) -> None:
+        """Copy ``unroll`` in, over the oldest rows."""
+        begin = self._ring.head
+        self._ring.append(unroll)
+        self._prioritise_since(begin)
+
+    def ready(self) -> bool:
+        """Whether there is a row to draw. Warm-up is not the store's business."""
+        return self._ring.num_valid > 0
+
+    def sample(self) -> Batch:
+        """The batch for one update, drawn with replacement.
+
+        Raises:
+            RuntimeError: the buffer is not `ready`.
+        """
+        if not self.ready():
+            raise RuntimeError("the replay buffer holds no row to sample: ask ready() first")
+        spec, ring = self._sample_spec, self._ring
+        if self._tree is None:
+            start_B = self._draw_uniformly(spec.batch_size)
+            weight_B = np.ones(spec.batch_size, np.float32)
+        else:
+            start_B, weight_B = self._draw_by_priority(self._tree, spec.batch_size)
+        self._num_batches += 1
+
+        path_NB = ring.walk(start_B, spec.n_step)
+        window_NB = path_NB[:-1]
+        reward_NB = ring.reward[window_NB]
+        if spec.reward_clip is not None:
+            reward_NB = reward_NB.clip(-spec.reward_clip, spec.reward_clip)
+        return_B, discount_B, steps_B = n_step(
+            reward_NB, ring.terminated[window_NB], ring.valid[window_NB], spec.gamma
+        )
+        end_B = path_NB[steps_B, np.arange(spec.batch_size)]
+
+        action_B = ring.action[start_B]
+        if self._env_spec.action.categories:
+            action_B = action_B.astype(np.int64)
+        # Indexing has made every array here afresh, so the tensors share memory with nothing.
+        return Batch(
+            observation={k: torch.from_numpy(a[start_B]) for k, a in ring.observation.items()},
+            next_observation={k: torch.from_numpy(a[end_B]) for k, a in ring.observation.items()},
+            action=torch.from_numpy(action_B),
+            reward=torch.from_numpy(return_B),
+            discount=torch.from_numpy(discount_B),
+            weight=torch.from_numpy(weight_B),
+            keys=ring.keys(start_B),
+        )
+
+    def feed_back(self, keys: NDArray[np.int64], feedback: Mapping[str, Array]) -> None:
+        """Set the priorities of the rows ``keys``; those overwritten meanwhile are counted only.
+
+        Where a key occurs twice, its last priority wins. A buffer that draws uniformly has no use
+        for priorities and ignores them.
+
+        Args:
+            keys: int64 ``[B]``, from a batch of this buffer.
+            feedback: ``{"priority": float [B]}`` (absolute TD errors, before any weighting).
+
+        Raises:
+            NonFiniteError: a priority is NaN or infinite.
+            ValueError: a priority is negative, there isn't one per key, or ``feedback`` has
+                something else than priorities.
+        """
+        unknown = sorted(feedback.keys() - {"priority"})
+        if unknown:
+            raise ValueError(f"feedback {', '.join(unknown)}: a replay buffer only takes priority")
+        if self._tree is None or "priority" not in feedback:
+            return
+        priority = np.asarray(feedback["priority"], np.float64)
+        if priority.shape != keys.shape:
+            raise ValueError(f"priority has shape {priority.shape}, the keys have {keys.shape}")
+        if not np.isfinite(priority).all():
+            raise NonFiniteError(f"priority={priority[~np.isfinite(priority)][0]}: must be finite")
+        if (priority < 0).any():
+            raise ValueError(f"priority={priority[priority < 0][0]}: must not be negative")
+        stored = self._ring.is_stored(keys)
+        self._stale_feedback += int(np.count_nonzero(~stored))
+        if stored.any():
+            priority = priority[stored] + self.settings.priority_epsilon
+            self._max_priority = max(self._max_priority, float(priority.max()))
+            self._tree.set(self._ring.address(keys[stored]), priority**self.settings.alpha)
+
+    def metrics(self) -> dict[str, float]:
+        """Scalars to log: rows that can be drawn, rows that fit, stale feedback, priorities."""
+        metrics: dict[str, float] = {
+            "size": self._ring.num_valid,
+            "capacity": self._ring.num_rows,
+            "stale_feedback": self._stale_feedback,
+        }
+        if self._tree is not None:
+            metrics |= {"beta": self.beta, "max_priority": self._max_priority}
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that `load_state_dict` needs: nested dicts of arrays and scalars.
+
+        The arrays are views of the filled part of the buffer, because a copy could need as much
+        memory again as there is: write or copy them before the next `add` or `feed_back`.
+        """
+        priorities = {}
+        if self._tree is not None:
+            leaves = self._tree.get(np.arange(self._ring.num_stored))
+            priorities = {"alpha": self.settings.alpha, "leaves": leaves}
+        return {
+            "ring": self._ring.state_dict(),
+            "priorities": priorities,
+            "max_priority": self._max_priority,
+            "num_batches": self._num_batches,
+            "stale_feedback": self._stale_feedback,
+            "generator": self._generator.bit_generator.state,
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        """Replace the contents by ``state``, of `state_dict`; needs `build`.
+
+        With as many streams as before, later batches are bit-identical. With another number, the
+        stored streams end where they stand. Priorities made with another alpha, or missing, start
+        anew at the highest one seen.
+
+        Raises:
+            CheckpointError: the state is of another capacity, unroll length or environment;
+                nothing was changed.
+        """
+        ring, priorities = self._ring, state["priorities"]
+        first_new = ring.load_state_dict(state["ring"])
+        self._max_priority = float(state["max_priority"])
+        self._num_batches = int(state["num_batches"])
+        self._stale_feedback = int(state["stale_feedback"])
+        self._generator.bit_generator.state = state["generator"]
+        if self._tree is None:
+            return
+        self._tree = SumTree(ring.num_rows)
+        if priorities and priorities["alpha"] == self.settings.alpha:
+            self._tree.set(np.arange(len(priorities["leaves"])), priorities["leaves"])
+            self._prioritise_since(first_new)
+        else:
+            self._prioritise_since(max(0, ring.head - ring.num_rows))
+
+    def check_valid(self) -> None:
+        """Check every invariant, slowly (for tests).
+
+        Raises:
+            AssertionError: one doesn't hold.
+        """
+        self._ring.check_valid()
+        if self._tree is not None:
+            self._tree.check_valid()
+            leaves = self._tree.get(np.arange(self._ring.num_rows))
+            assert np.array_equal(leaves > 0, self._ring.valid[: self._ring.num_rows])
+            assert leaves.max() <= self._max_priority**self.settings.alpha * (1 + 1e-12)
+
+    @property
+    def _ring(self) -> _Ring:
+        if self._built_ring is None:
+            raise RuntimeError("the replay buffer has no arrays yet: call build() first")
+        return self._built_ring
+
+    def _prioritise_since(self, key: int) -> None:
+        """Give the rows from ``key`` on the priority of new ones."""
+        if self._tree is not None:
+            addresses = self._ring.address(np.arange(key, self._ring.head))
+            priority = self._max_priority**self.settings.alpha
+            self._tree.set(addresses, np.where(self._ring.valid[addresses], priority, 0.0))
+
+    def _draw_uniformly(self, count: int) -> NDArray[np.int64]:
+        """Addresses ``[count]`` of valid rows, each as likely as any other."""
+        ring = self._ring
+        drawn = np.empty(0, np.int64)
+        while len(drawn) < count:
+            candidates = self._generator.integers(ring.num_stored, size=2 * count)
+            drawn = np.concatenate([drawn, candidates[ring.valid[candidates]]])
+        return drawn[:count]
+
+    def _draw_by_priority(
+        self, tree: SumTree, count: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Addresses ``[count]`` of valid rows and their importance weights."""
+        total = tree.total
+        strata = np.arange(count) + self._generator.random(count)
+        addresses = tree.find(strata * (total / count))
+        probability = tree.get(addresses) / total
+        weight = (self._ring.num_valid * probability) ** -self.beta
+        return addresses, (weight / weight.max()).astype(np.float32)
+
+
+class _Ring:
+    """The rows of the newest unrolls, each stored once, and what follows what.
+
+    One column of an unroll becomes a *block* of ``T`` rows. Rows are numbered by *keys*, which
+    count up for ever; row ``key`` stands at *address* ``key % num_rows``. The ring is overwritten
+    in order, so a key is stored exactly while it is one of the newest ``num_rows`` keys.
+
+    ``following[address]`` is the address of the next row in the stream. Inside a block that is the
+    next address. At its end it is row 0 of the stream's next block; behind the stream's newest
+    block, it is the stream's *tail*, a place beyond the ring that holds the observation after that
+    block. Where a stream breaks off, its tail moves into a *stub*, row 0 of a block in which
+    nothing is valid, for as long as the ring holds it. Tails and stubs are invalid and follow
+    themselves, so that a walk stays there and a window ends there.
+
+    A block is younger than the one that it follows and is overwritten later: what follows a stored
+    row is always stored.
+
+    Attributes:
+        num_rows: rows that fit, a multiple of ``T``.
+        head: key of the next row to be written, a multiple of ``T``.
+        num_valid: valid rows stored.
+        observation: each ``[num_rows + num_streams, ...]``, the tails at the end, as below.
+        action: ``[num_rows + num_streams, ...]``.
+        reward: float32 ``[num_rows + num_streams]``.
+        terminated: bool ``[num_rows + num_streams]``.
+        valid: bool ``[num_rows + num_streams]``.
+        following: int64 ``[num_rows + num_streams]``.
+        last_key: int64 ``[num_streams]``, the newest row of each stream, -1 for none.
+        last_sequence: int64 ``[num_streams]``, the number of its newest unroll, -1 for none.
+    """
+
+    def __init__(self, env_spec: EnvSpec, layout: StreamLayout, capacity: int) -> None:
+        self.layout = layout
+        self.num_rows = capacity // layout.unroll_length * layout.unroll_length
+        num_places = self.num_rows + layout.num_streams
+        self.observation = {k: spec.zeros(num_places) for k, spec in env_spec.observation.items()}
+        self.action = env_spec.action.zeros(num_places)
+        self.reward = np.zeros(num_places, np.float32)
+        self.terminated = np.zeros(num_places, np.bool_)
+        self.valid = np.zeros(num_places, np.bool_)
+        self.following = np.arange(num_places, dtype=np.int64)
+        self.head = 0
+        self.num_valid = 0
+        self.last_key = np.full(layout.num_streams, -1, np.int64)
+        self.last_sequence = np.full(layout.num_streams, -1, np.int64)
+
+    @property
+    def num_stored(self) -> int:
+        """Rows stored, valid or not; they stand at addresses ``[0, num_stored)``."""
+        return min(self.head, self.num_rows)
+
+    def address(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the rows ``keys`` stand, or stood."""
+        return keys % self.num_rows
+
+    def keys(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The keys of the rows stored at ``addresses``."""
+        oldest = self.head - self.num_stored
+        return oldest + (addresses - oldest) % self.num_rows
+
+    def is_stored(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether each of ``keys`` has not been overwritten; False for -1."""
+        return (keys >= self.head - self.num_stored) & (keys < self.head)
+
+    def append(self, unroll: Unroll) -> None:
+        """Write ``unroll`` over the oldest rows and link it to what its streams did before."""
+        num_rows, streams = unroll.num_rows, unroll.streams
+        assert num_rows == self.layout.unroll_length
+        breaks = self.last_sequence[streams] != unroll.sequence - 1
+        if breaks.any():
+            broken = streams[breaks]
+            tails = {k: a[self._tail(broken)] for k, a in self.observation.items()}
+            self._end_chains(self.last_key[broken], tails)
+            self.last_key[broken] = -1
+
+        keys_BT = self._allocate(len(streams))
+        rows_BT = self.address(keys_BT)
+        for key, array in unroll.observation.items():
+            self.observation[key][rows_BT] = array[:-1].swapaxes(0, 1)
+            self.observation[key][self._tail(streams)] = array[-1]
+        self.action[rows_BT] = unroll.action.swapaxes(0, 1)
+        self.reward[rows_BT] = unroll.reward.T
+        self.terminated[rows_BT] = unroll.terminated.T
+        self.valid[rows_BT] = unroll.valid.T
+        self.num_valid += unroll.env_steps
+
+        self._link(self.last_key[streams], rows_BT[:, 0])
+        self.following[rows_BT[:, -1]] = self._tail(streams)
+        self.last_key[streams] = keys_BT[:, -1]
+        self.last_sequence[streams] = unroll.sequence
+
+    def walk(self, addresses: NDArray[np.int64], num_steps: int) -> NDArray[np.int64]:
+        """The way from ``addresses`` (``[B]``) along their streams, ``[num_steps + 1, B]``."""
+        path = np.empty((num_steps + 1, len(addresses)), np.int64)
+        path[0] = addresses
+        for step in range(num_steps):
+            path[step + 1] = self.following[path[step]]
+        return path
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is stored; the arrays are views."""
+        tails = self._tail(np.arange(self.layout.num_streams))
+        return {
+            "num_rows": self.num_rows,
+            "unroll_length": self.layout.unroll_length,
+            "head": self.head,
+            "rows": {name: a[: self.num_stored] for name, a in self._arrays().items()},
+            "tails": {key: a[tails] for key, a in self.observation.items()},
+            "last_key": self.last_key,
+            "last_sequence": self.last_sequence,
+        }
+
+    def load_state_dict(self, state: Any) -> int:
+        """Replace what is stored by ``state``.
+
+        Returns:
+            The key of the first row that was not in it: the streams of another number of streams
+            end in stubs.
+
+        Raises:
+            CheckpointError: see `ReplayBuffer.load_state_dict`.
+        """
+        arrays = self._arrays()
+        self._refuse_misfit(state, arrays)
+        self.head = int(state["head"])
+        for name, array in arrays.items():
+            array[: self.num_stored] = state["rows"][name]
+        self.valid[self.num_stored :] = False
+        self.num_valid = int(np.count_nonzero(self.valid))
+
+        first_new = self.head
+        if len(state["last_key"]) == self.layout.num_streams:
+            self.last_key[:] = state["last_key"]
+            self.last_sequence[:] = state["last_sequence"]
+            for key, tails in state["tails"].items():
+                self.observation[key][self.num_rows :] = tails
+        else:
+            self.last_key[:] = self.last_sequence[:] = -1
+            self._end_chains(state["last_key"], state["tails"])
+        return first_new
+
+    def check_valid(self) -> None:
+        """Check every invariant, slowly."""
+        length = self.layout.unroll_length
+        stored_places = np.arange(len(self.valid)) < self.num_stored
+        assert self.head % length == 0
+        assert not self.valid[~stored_places].any()
+        assert self.num_valid == np.count_nonzero(self.valid)
+        tails = self._tail(np.arange(self.layout.num_streams))
+        assert np.array_equal(self.following[tails], tails)
+
+        stored = np.arange(self.head - self.num_stored, self.head).reshape(-1, length)
+        followed = []
+        for block in stored:
+            row = self.address(block)
+            if self.following[row[0]] == row[0]:  # a stub
+                assert not self.valid[row].any()
+                continue
+            assert np.array_equal(self.following[row[:-1]], row[1:])
+            end = int(self.following[row[-1]])
+            followed.append(end)
+            if end < self.num_rows:
+                assert end % length == 0
+                assert self.keys(np.array([end]))[0] > block[-1], "what follows a row is younger"
+            else:
+                assert self.last_key[end - self.num_rows] == block[-1]
+        assert len(followed) == len(set(followed)), "a row follows two"
+        for stream in np.flatnonzero(self.is_stored(self.last_key)):
+            last = self.address(self.last_key[stream])
+            assert self.following[last] == tails[stream]
+
+    def _arrays(self) -> dict[str, Array]:
+        return {
+            **{f"observation/{key}": array for key, array in self.observation.items()},
+            "action": self.action,
+            "reward": self.reward,
+            "terminated": self.terminated,
+            "valid": self.valid,
+            "following": self.following,
+        }
+
+    def _tail(self, streams: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.num_rows + streams
+
+    def _allocate(self, num_blocks: int) -> NDArray[np.int64]:
+        """Keys ``[num_blocks, T]`` of new blocks in which nothing is valid."""
+        shape = num_blocks, self.layout.unroll_length
+        keys = np.arange(self.head, self.head + math.prod(shape), dtype=np.int64)
+        rows = self.address(keys)
+        self.num_valid -= int(np.count_nonzero(self.valid[rows]))
+        self.valid[rows] = False
+        self.following[rows] = rows + 1
+        self.head += len(keys)
+        return keys.reshape(shape)
+
+    def _link(self, last_key: NDArray[np.int64], first: NDArray[np.int64]) -> None:
+        """Let addresses ``first`` follow the rows ``last_key`` where those are still stored."""
+        stored = self.is_stored(last_key)
+        self.following[self.address(last_key[stored])] = first[stored]
+
+    def _end_chains(self, last_key: NDArray[np.int64], tails: Observation) -> None:
+        """Put ``tails``, the observations after the rows ``last_key``, into stubs behind them."""
+        stored = self.is_stored(last_key)
+        first = self.address(self._allocate(int(np.count_nonzero(stored)))[:, 0])
+        for key, tail in tails.items():
+            self.observation[key][first] = tail[stored]
+        self.following[first] = first
+        self._link(last_key[stored], first)
+
+    def _refuse_misfit(self, state: Any, arrays: Mapping[str, Array]) -> None:
+        now = f"replay.capacity={self.num_rows} unroll_length={self.layout.unroll_length}"
+        then = f"replay.capacity={state['num_rows']} unroll_length={state['unroll_length']}"
+        if now != then:
+            raise CheckpointError(
+                f"the checkpoint holds a replay made with {then}, this run has {now}: "
+                "resume with the values of the checkpoint"
+            )
+        layout_now = {name: (a.shape[1:], a.dtype.name) for name, a in arrays.items()}
+        layout_then = {name: (a.shape[1:], a.dtype.name) for name, a in state["rows"].items()}
+        if layout_now != layout_then:
+            raise CheckpointError(
+                f"the checkpoint holds a replay of rows {layout_then}, "
+                f"this environment makes {layout_now}: resume with the environment it was made in"
+            )

@@ -1,0 +1,279 @@
+"""``python -m actorlearner.run``: from a command line to a run.
+
+Settings are composed by Hydra; what is wrong with them is told in one line, with exit code 2. The
+other codes: 0 finished, 1 failed (or interrupted and unsaved), 3 finished but a save failed,
+130 and 143 interrupted by SIGINT and SIGTERM and saved.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from actorlearner.config import config_dir, resolve, unknown_key
+from actorlearner.contracts import ActorLearnerError, BadInput, CheckpointError
+from actorlearner.launch.local import start_processes
+
+logger = logging.getLogger(__name__)
+
+_GROUPS = ("env", "agent", "replay", "evaluation", "launch", "trainer", "experiment")
+_THROUGH_HYDRA = ("-m", "--multirun", "-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info")
+_VERSION_BASE = "1.3"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = ["eval_only=true" if a == "--eval-only" else a for a in arguments]
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    if any(argument.partition("=")[0] in _THROUGH_HYDRA for argument in arguments):
+        return _through_hydra(arguments)
+    return _told_plainly(lambda: _run(_compose(arguments)))
+
+
+def _told_plainly(job: Callable[[], int]) -> int:
+    """The exit code of ``job``; errors as people want them: a line for what is theirs to mend."""
+    try:
+        return job()
+    except BadInput as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except ActorLearnerError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130  # before there was anything to save
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def _through_hydra(arguments: list[str]) -> int:
+    """Multirun, ``--help`` and ``--cfg``."""
+    codes = [0]
+
+    def job(config: DictConfig) -> None:
+        codes.append(_told_plainly(lambda: _run(config)))
+        if codes[-1] >= 128:
+            sys.exit(codes[-1])  # interrupted: the jobs that are left don't start
+
+    sys.argv = ["python -m actorlearner.run", *arguments]
+    hydra.main(_VERSION_BASE, str(config_dir()), "config")(job)()
+    return max(codes)
+
+
+# ------------------------------------------------------------------------------ configuration
+
+
+def _compose(arguments: Sequence[str]) -> DictConfig:
+    """The configuration, unresolved: composed, or a checkpoint's own with changes."""
+    overrides, config_dirs = _split_config_dirs(arguments)
+    given = _parse(overrides)
+    for key in ("ckpt", "resume"):
+        path = given.get(key)
+        if path not in (None, "auto"):
+            return _saved_config(Path(str(path)), given)
+    if config_dirs:
+        search = ",".join(f"file://{Path(d).absolute()}" for d in config_dirs)
+        overrides = [*overrides, f"hydra.searchpath=[{search}]"]
+    try:
+        with hydra.initialize_config_dir(str(config_dir()), version_base=_VERSION_BASE):
+            try:
+                config = hydra.compose("config", overrides)
+            except HydraException as error:
+                raise BadInput(_explain(error, given, hydra.compose("config"))) from error
+    except OmegaConfBaseException as error:
+        raise BadInput(str(error)) from error
+    if config.resume == "auto":
+        from actorlearner import checkpoint
+
+        newest = checkpoint.newest_run(config.run_dir or Path("runs") / config.experiment)
+        if newest is not None:
+            return _saved_config(newest, given)
+        logger.info("resume=auto: no checkpoint yet, starting afresh")
+        config.resume = None
+    return config
+
+
+def _split_config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Hydra's ``--config-dir DIR`` apart from the overrides."""
+    overrides, config_dirs, waiting = [], [], list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        name, _, value = argument.partition("=")
+        if name in ("--config-dir", "-cd"):
+            config_dirs.append(value or (waiting.pop(0) if waiting else ""))
+        elif argument.startswith("-"):
+            raise BadInput(f"{argument}: there is no such option; settings read key=value")
+        else:
+            overrides.append(argument)
+    return overrides, config_dirs
+
+
+def _parse(overrides: Sequence[str]) -> dict[str, Any]:
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise BadInput(str(error).replace("\n", " ")) from error
+    return {override.key_or_group: override.value() for override in parsed}
+
+
+def _explain(error: HydraException, given: Mapping[str, Any], defaults: DictConfig) -> str:
+    """What is wrong with the command line, in one line."""
+    known = _dotted_keys(OmegaConf.to_container(defaults, resolve=False))
+    for key in given:
+        if key not in known and key not in _GROUPS and not key.startswith("hydra"):
+            return unknown_key(key, known)
+    return " ".join(str(error).split())
+
+
+def _dotted_keys(tree: Any, prefix: str = "") -> list[str]:
+    if not isinstance(tree, dict):
+        return [prefix]
+    inner = [k for name, part in tree.items() for k in _dotted_keys(part, f"{prefix}.{name}")]
+    return [key.lstrip(".") for key in [*([prefix] if prefix else []), *inner]]
+
+
+def _saved_config(path: Path, given: Mapping[str, Any]) -> DictConfig:
+    """The unresolved configuration of a checkpoint with what was given on the command line."""
+    from actorlearner import checkpoint
+
+    where = checkpoint.find(path)
+    saved = OmegaConf.load(where / "config_unresolved.yaml")
+    if not isinstance(saved, DictConfig) or "target" not in saved.get("agent", {}):
+        raise CheckpointError(
+            f"{where}: was written by a Python script, which alone knows its environment and "
+            "agent: use Trainer(checkpoint=...) there"
+        )
+    was = OmegaConf.to_container(saved, resolve=True)
+    known = _dotted_keys(OmegaConf.to_container(saved, resolve=False))
+    for key, value in given.items():
+        if key in _GROUPS:
+            raise BadInput(
+                f"{key}={value}: a checkpoint keeps its {key}; single settings can be changed, "
+                f"such as {next((k for k in known if k.startswith(key + '.')), 'seed')}=..."
+            )
+        if key not in known:
+            raise BadInput(unknown_key(key, known))
+        OmegaConf.update(saved, key, value)
+    is_evaluation = bool(given.get("eval_only"))
+    saved.eval_only = is_evaluation
+    saved.ckpt, saved.resume = (str(where), None) if is_evaluation else (None, str(where))
+    if "run_dir" not in given:
+        saved.run_dir = None if is_evaluation else str(where.parent.parent)
+    elif not is_evaluation:
+        logger.info("going on in another run directory: %s", saved.run_dir)
+    _tell_differences(was, OmegaConf.to_container(saved, resolve=True))
+    return saved
+
+
+def _tell_differences(was: Any, now: Any, prefix: str = "") -> None:
+    for name in now:
+        key = f"{prefix}{name}"
+        if key in ("resume", "ckpt", "eval_only", "run_dir"):
+            continue
+        if isinstance(now[name], dict):
+            _tell_differences(was.get(name, {}), now[name], f"{key}.")
+        elif was.get(name) != now[name]:
+            logger.info("changed: %s %s -> %s", key, was.get(name), now[name])
+
+
+# ---------------------------------------------------------------------------------- one run
+
+
+def _run(config: DictConfig) -> int:
+    """Build what ``config`` names, and train or evaluate."""
+    if config.eval_only and config.ckpt is None:
+        raise BadInput("ckpt=null: --eval-only needs ckpt=RUN_DIR_or_FILE")
+    if config.ckpt is not None and not config.eval_only:
+        raise BadInput(f"ckpt={config.ckpt}: goes with --eval-only; to train on, resume=...")
+    if not config.eval_only and config.workers != 0:
+        start_processes()  # loads torch beside what follows, which needs seconds
+    from actorlearner.trainer import Trainer, TrainerSettings
+
+    try:
+        tree: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        raise BadInput(str(error)) from error
+    known = {*TrainerSettings.root, *_GROUPS, "resume", "ckpt", "eval_only", "imports"}
+    for name in tree:
+        if name not in known:
+            raise BadInput(unknown_key(name, sorted(known)))
+    if not config.eval_only and config.run_dir is None:
+        config.run_dir = str(_new_run_dir(Path("runs") / config.experiment))
+    trainer = Trainer.from_config(config, checkpoint=config.ckpt or config.resume)
+    trust = trainer.settings.trust
+    factory = _make(tree["env"], "env", trust).factory(tuple(tree["imports"]))
+    agent = _make(tree["agent"], "agent", trust)
+    if config.eval_only:
+        return _evaluate(trainer, factory, agent)
+    return _train(trainer, factory, _make(tree["replay"], "replay", trust), agent)
+
+
+def _train(trainer: Any, factory: Any, replay_buffer: Any, agent: Any) -> int:
+    run_dir, settings = trainer.settings.run_dir, trainer.settings
+    where = f"{settings.workers} workers" if settings.workers else "this process"
+    logger.info(
+        "Training %s on %s in %s for %s env steps.\nResults go to %s; to watch: "
+        "tensorboard --logdir %s",
+        type(agent).__name__, factory.name, where, f"{settings.total_steps:,}", run_dir, run_dir,
+    )  # fmt: skip
+    try:
+        metrics = trainer.fit(factory, replay_buffer, agent)
+    except KeyboardInterrupt:
+        return 130 if trainer.is_saved else 1
+    except SystemExit as exit_:
+        return int(exit_.code or 0) if trainer.is_saved else 1
+    logger.info(
+        "Finished at %s env steps: evaluation return %.1f ± %.1f over %d episodes.\n"
+        "Results are in %s; to evaluate again: "
+        "python -m actorlearner.run --eval-only ckpt=%s",
+        f"{trainer.env_steps:,}", metrics["evaluation/return_mean"],
+        metrics["evaluation/return_std"], metrics["evaluation/episodes"], run_dir, run_dir,
+    )  # fmt: skip
+    return 3 if trainer.save_failed else 0
+
+
+def _evaluate(trainer: Any, factory: Any, agent: Any) -> int:
+    try:
+        metrics = trainer.evaluation(factory, agent)
+    except (KeyboardInterrupt, SystemExit):
+        return 1
+    text = json.dumps(metrics)
+    run_dir = trainer.settings.run_dir
+    if run_dir is not None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "evaluation.json").write_text(text + "\n")
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def _make(node: Mapping[str, Any], group: str, trust: Sequence[str]) -> Any:
+    """The component that ``node`` names by its ``target``, with the rest of it as settings."""
+    settings = dict(node)
+    target = settings.pop("target", None)
+    if not isinstance(target, str):
+        raise BadInput(f"{group}.target={target}: must read package.module:Name")
+    return resolve(target, trust)(**settings)
+
+
+def _new_run_dir(parent: Path) -> Path:
+    name = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    candidates = [parent / name, *(parent / f"{name}_{i}" for i in range(2, 1000))]
+    return next(path for path in candidates if not path.exists())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

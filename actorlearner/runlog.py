@@ -1,0 +1,217 @@
+"""What a run tells people and files: its directory, its metrics and where they go."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from actorlearner.contracts import EvaluationResult, MetricSink, Unroll
+from actorlearner.evaluate import summarise
+from actorlearner.metrics import (
+    ConsoleMode,
+    ConsoleSink,
+    EpisodeWindow,
+    JsonLinesSink,
+    MetricWindow,
+    TensorBoardSink,
+    TimeSplit,
+)
+
+_ON_CONSOLE = (
+    "speed/env_steps_per_s",
+    "speed/updates_per_s",
+    "train/return_mean",
+    "*/loss",
+    "evaluation/return_mean",
+)
+
+
+class RunLog:
+    """Aggregates what happens between two lines of the log, and writes the lines.
+
+    Attributes:
+        split: where the learner's wall time goes.
+        episodes: the last 100 training episodes, raw returns.
+        means: metrics of the training steps.
+        writer: TensorBoard's, or None.
+        last_training: env steps of the last line of training metrics.
+        last_evaluation: env steps of the last evaluation that was written.
+    """
+
+    def __init__(
+        self, run_dir: Path | None, tensorboard: Any = None, sinks: Sequence[MetricSink] = ()
+    ) -> None:
+        """Nothing is written yet.
+
+        Args:
+            run_dir: where files go; None for no files.
+            tensorboard: a ``SummaryWriter`` or a directory; None takes ``run_dir``.
+            sinks: further receivers, which stay their owner's to close.
+        """
+        self.split = TimeSplit()
+        self.episodes = EpisodeWindow()
+        self.means = MetricWindow()
+        self.writer: Any = None
+        self.last_training = self.last_evaluation = -1
+        self._run_dir = run_dir
+        self._tensorboard = tensorboard
+        self._guests = list(sinks)
+        self._own: list[MetricSink] = []
+        self._console: ConsoleSink | None = None
+        self._file: logging.FileHandler | None = None
+        self._wall_before = 0.0  # seconds, of the runs that this one goes on from
+        self._opened_at = self._lines_since = time.perf_counter()
+        self._counts = (0, 0)
+        self._lag_sum = self._lag_rows = self._lag_max = 0
+        self._worker_seconds: dict[str, float] = {}
+        self._first_step_at: float | None = None
+
+    def open(
+        self, total: int, env_steps: int, updates: int, resumes: bool, console: ConsoleMode
+    ) -> None:
+        """Open files and the progress bar.
+
+        Args:
+            total: env steps of the whole run.
+            env_steps: made so far.
+            updates: made so far.
+            resumes: cut what was logged after ``env_steps``.
+            console: see `ConsoleSink`.
+        """
+        self._counts = (env_steps, updates)
+        if self._run_dir is not None:
+            self._file = logging.FileHandler(self._run_dir / "run.log")
+            self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            logging.getLogger("actorlearner").addHandler(self._file)
+            self._own.append(
+                JsonLinesSink(self._run_dir / "metrics.jsonl", env_steps if resumes else None)
+            )
+        board_at = self._tensorboard if self._tensorboard is not None else self._run_dir
+        if board_at is not None:
+            board = TensorBoardSink(board_at, env_steps + 1 if resumes else None)
+            self.writer = board.writer
+            self._own.append(board)
+        self._console = ConsoleSink(total, env_steps, console, _ON_CONSOLE)
+        self._own.append(self._console)
+        self._lines_since = time.perf_counter()
+
+    def note(self, unroll: Unroll, updates: int) -> None:
+        """Take in what ``unroll`` tells; ``updates`` are those made when it arrived."""
+        rows, lag = unroll.env_steps, updates - unroll.version
+        self._lag_rows += rows
+        self._lag_sum += lag * rows
+        self._lag_max = max(self._lag_max, lag)
+        for name, seconds in unroll.seconds.items():
+            self._worker_seconds[name] = self._worker_seconds.get(name, 0.0) + seconds
+        for episode in unroll.episodes:
+            self.episodes.add(episode.ret, episode.length)
+        if self._first_step_at is None or unroll.sequence == 0:
+            earlier = self._first_step_at or unroll.started_at
+            self._first_step_at = min(earlier, unroll.started_at)
+
+    def progress(self, env_steps: int) -> None:
+        """Move the progress bar."""
+        if self._console is not None:
+            self._console.advance(env_steps)
+
+    def write_training(self, env_steps: int, updates: int, more: Mapping[str, float]) -> None:
+        """A line of training metrics, unless there is one at ``env_steps``.
+
+        Args:
+            env_steps: made so far.
+            updates: made so far.
+            more: further metrics, ``group/name``.
+        """
+        if env_steps <= self.last_training:
+            return
+        self.last_training = env_steps
+        now = time.perf_counter()
+        seconds = now - self._lines_since
+        metrics = {
+            "speed/env_steps_per_s": (env_steps - self._counts[0]) / seconds,
+            "speed/updates_per_s": (updates - self._counts[1]) / seconds,
+            **self.means.flush(),
+            **more,
+            **{f"time/{name}": share for name, share in self.split.flush().items()},
+            "train/episodes": float(self.episodes.count),
+        }
+        if self.episodes.count:
+            metrics["train/return_mean"] = self.episodes.mean_return
+            metrics["train/length_mean"] = self.episodes.mean_length
+        if self._lag_rows:
+            metrics["policy/lag_mean"] = self._lag_sum / self._lag_rows
+            metrics["policy/lag_max"] = float(self._lag_max)
+        worker_s = sum(self._worker_seconds.values())
+        for name, spent in self._worker_seconds.items():
+            metrics[f"worker/{name}"] = spent / worker_s if worker_s else 0.0
+        if self._first_step_at is not None:
+            metrics["time/first_env_step_s"] = self._first_step_at - process_started_at()
+        self._lines_since, self._counts = now, (env_steps, updates)
+        self._lag_sum = self._lag_rows = self._lag_max = 0
+        self._worker_seconds = {}
+        self._write(env_steps, updates, metrics)
+
+    def write_evaluation(self, result: EvaluationResult) -> dict[str, float]:
+        """A line for ``result`` at its snapshot's env steps, unless there is one."""
+        metrics = summarise(result)
+        if result.env_steps > self.last_evaluation:
+            self.last_evaluation = result.env_steps
+            self._write(result.env_steps, result.version, metrics)
+        return metrics
+
+    def _write(self, env_steps: int, updates: int, metrics: Mapping[str, float]) -> None:
+        for sink in [*self._guests, *self._own]:
+            if isinstance(sink, JsonLinesSink):
+                sink.write(env_steps, {"updates": updates, "wall_s": self.wall_s, **metrics})
+            else:
+                sink.write(env_steps, metrics)
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds that the run has taken, with the runs that it goes on from."""
+        return self._wall_before + time.perf_counter() - self._opened_at
+
+    def close(self) -> None:
+        """Close what was opened here. Idempotent."""
+        for sink in self._own:
+            sink.close()
+        self._own, self._console = [], None
+        if self._file is not None:
+            logging.getLogger("actorlearner").removeHandler(self._file)
+            self._file.close()
+            self._file = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The episodes, and where the lines stand."""
+        return {
+            "episodes": self.episodes.state_dict(),
+            "last_training": self.last_training,
+            "last_evaluation": self.last_evaluation,
+            "wall_s": self.wall_s,
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go back to ``state``."""
+        self.episodes.load_state_dict(state["episodes"])
+        self.last_training = state["last_training"]
+        self.last_evaluation = state["last_evaluation"]
+        self._wall_before = state["wall_s"]
+
+
+def process_started_at() -> float:
+    """When this process was created, as `time.monotonic` seconds."""
+    if sys.platform == "linux":
+        # The kernel counts from boot, to 10 ms; psutil's wall clock has whole seconds of it.
+        after_comm = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        ticks = int(after_comm[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    else:
+        age = time.time() - psutil.Process().create_time()
+    return time.monotonic() - age

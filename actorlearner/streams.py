@@ -1,0 +1,114 @@
+"""Streams: which worker has which, what seeds their episodes, and where each of them stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from actorlearner.contracts import Array, StreamState, Unroll
+
+
+def assign_streams(workers: int, envs_per_worker: int) -> list[tuple[int, ...]]:
+    """The streams of each worker, in order."""
+    return [
+        tuple(range(worker * envs_per_worker, (worker + 1) * envs_per_worker))
+        for worker in range(workers)
+    ]
+
+
+def stream_seed(seed: int, stream: int, episode: int, evaluation: bool = False) -> int:
+    """The seed of one episode; training and evaluation episodes never share one.
+
+    Args:
+        seed: of the run (of the evaluation).
+        stream: global index of the stream.
+        episode: index of the episode in it.
+        evaluation: whether this is an evaluation episode.
+
+    Returns:
+        An integer in ``[0, 2**31)``; the lowest bit tells evaluation from training.
+    """
+    words = np.random.SeedSequence([seed, stream, episode]).generate_state(1)
+    return int(words[0] >> 2 << 1) | int(evaluation)
+
+
+class StreamLedger:
+    """Where every stream stands, told from the unrolls alone.
+
+    An unroll that never arrived does not exist, so this is the truth to resume from. With
+    ``record_actions`` (lockstep) an episode can be rebuilt from its seed and its actions.
+    """
+
+    def __init__(self, num_streams: int, record_actions: bool) -> None:
+        """All streams stand before their first step.
+
+        Args:
+            num_streams: over all workers.
+            record_actions: keep the actions of the current episodes, and the last observations.
+        """
+        self._record_actions = record_actions
+        self._sequence = [-1] * num_streams
+        self._episode = [0] * num_streams
+        self._actions: list[list[Array]] = [[] for _ in range(num_streams)]
+        self._observation: list[dict[str, Array]] = [{} for _ in range(num_streams)]
+
+    def note(self, unroll: Unroll) -> None:
+        """Follow the streams of ``unroll`` to its end."""
+        for column, stream in enumerate(map(int, unroll.streams)):
+            if unroll.sequence != self._sequence[stream] + 1:
+                self._begin(stream, self._episode[stream] + 1)  # the worker says: started anew
+            self._sequence[stream] = unroll.sequence
+            valid = unroll.valid[:, column]
+            resets = np.flatnonzero(~valid)
+            if len(resets):
+                self._begin(stream, self._episode[stream] + len(resets))
+            if self._record_actions:
+                since = int(resets[-1]) + 1 if len(resets) else 0
+                self._actions[stream].extend(unroll.action[since:, column].copy())
+                self._observation[stream] = {
+                    key: array[-1, column].copy() for key, array in unroll.observation.items()
+                }
+
+    def _begin(self, stream: int, episode: int) -> None:
+        self._episode[stream] = episode
+        self._actions[stream] = []
+
+    def going_on(self, streams: Sequence[int]) -> tuple[int, tuple[StreamState, ...]]:
+        """For a worker that goes on with ``streams``: its first sequence, and their states.
+
+        Where the episodes can't be rebuilt they start anew, which a gap in the sequence tells.
+        """
+        last = [self._sequence[stream] for stream in streams]
+        if max(last) < 0:
+            return 0, ()
+        rebuild = self._record_actions and len(set(last)) == 1
+        if not rebuild:
+            return max(last) + 2, tuple(StreamState(self._episode[s] + 1) for s in streams)
+        states = tuple(
+            StreamState(
+                self._episode[s],
+                np.array(self._actions[s]),
+                self._observation[s],
+            )
+            for s in streams
+        )
+        return last[0] + 1, states
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sequence, episode, actions and last observation of each stream."""
+        return {
+            "sequence": list(self._sequence),
+            "episode": list(self._episode),
+            "actions": [np.array(actions) for actions in self._actions],
+            "observation": list(self._observation),
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go back to ``state``; streams that it does not know start at the beginning."""
+        for stream in range(min(len(self._sequence), len(state["sequence"]))):
+            self._sequence[stream] = state["sequence"][stream]
+            self._episode[stream] = state["episode"][stream]
+            self._actions[stream] = list(state["actions"][stream])
+            self._observation[stream] = dict(state["observation"][stream])

@@ -1,0 +1,700 @@
+"""The Trainer: owns the loop, the optimisation, evaluation, checkpoints and the log.
+
+It knows contracts only: which algorithm, store or launcher it drives is the caller's choice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from actorlearner import checkpoint
+from actorlearner.config import Settings, resolve, setting
+from actorlearner.contracts import (
+    Agent,
+    BadInput,
+    CheckpointError,
+    EnvSpec,
+    Launcher,
+    MetricSink,
+    NonFiniteError,
+    SettingError,
+    Snapshot,
+    Stateful,
+    Store,
+    StreamLayout,
+    Unroll,
+    WorkerSpec,
+)
+from actorlearner.envs import EnvLike, GymEnvFactory
+from actorlearner.evaluate import EvaluationSettings, summarise
+from actorlearner.interrupts import Interrupts
+from actorlearner.metrics import ConsoleMode
+from actorlearner.randomness import random_states, restore_random_states, seed_everything
+from actorlearner.runlog import RunLog
+from actorlearner.schedules import Every, SamplesPerInsert
+from actorlearner.streams import StreamLedger, assign_streams
+
+logger = logging.getLogger(__name__)
+
+_GATHER_S = 0.1  # how long to wait for an unroll before looking at signals again
+_LEARN_S = 0.02  # how long to learn before looking for unrolls again
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings(Settings):
+    """Settings of the loop, of the optimisation, and of what is saved and logged."""
+
+    group = "trainer"
+    root: ClassVar[frozenset[str]] = frozenset(
+        "workers envs_per_worker unroll_length seed total_steps device lockstep samples_per_insert"
+        " run_dir trust evaluation launch".split()
+    )
+    """Those that stand at the root of the config tree."""
+
+    workers: int = setting(8, low=0)
+    """Worker processes; 0 runs one worker in the learner's process."""
+    envs_per_worker: int = setting(1, low=1)
+    """Environments that each worker steps together."""
+    unroll_length: int = setting(16, low=1)
+    """Rows that a worker hands over at once."""
+    seed: int = setting(0, low=0)
+    """Of everything random in the run."""
+    total_steps: int = setting(100_000, low=0)
+    """Env steps of the whole run."""
+    device: str = "auto"
+    """Of the learner: a torch device, or auto for a GPU if there is one."""
+    lockstep: bool = False
+    """Deterministic: one unroll from every worker, in order, then the updates owed."""
+    samples_per_insert: float = setting(8.0, above=0)
+    """Rows sampled for updates per row inserted, after the warm-up."""
+    run_dir: Path | None = None
+    """Where everything is written; None writes nothing."""
+    trust: tuple[str, ...] = ()
+    """Packages besides this one that targets may name."""
+    evaluation: EvaluationSettings = EvaluationSettings()
+    """See `EvaluationSettings`."""
+    launch: dict[str, Any] = setting({})
+    """Settings of the launcher that ``workers`` > 0 starts, and its ``target``."""
+
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    """Of the model's parameters."""
+    gradient_clip_val: float | None = setting(10.0, above=0)
+    """Largest global L2 norm of the gradients of a training step; None does not clip."""
+    publish_every_updates: int = setting(1, low=1)
+    """Updates between snapshots for the workers (in lockstep: one before every gather)."""
+    evaluate_every_env_steps: int = setting(0, low=0)
+    """Env steps between evaluations; 0 evaluates at the end only. Step 0 does not count."""
+    checkpoint_every_env_steps: int = setting(0, low=0)
+    """Env steps between checkpoints; 0 saves at the end only. Step 0 does not count."""
+    log_every_env_steps: int = setting(1_000, low=1)
+    """Env steps between lines of metrics."""
+    keep_last: int = setting(3, low=1)
+    """Checkpoints that stay."""
+    console: ConsoleMode = "auto"
+    """Progress on standard error: auto, bar, plain or off."""
+
+    @classmethod
+    def key(cls, name: str) -> str:
+        """The dotted key of field ``name``."""
+        return name if name in cls.root else f"{cls.group}.{name}"
+
+    def check(self) -> None:
+        """The device must exist."""
+        resolve_device(self.device)
+
+
+class Trainer:
+    """Trains any agent on any environment.
+
+    Example::
+
+        trainer = Trainer(total_steps=20_000, workers=2, run_dir="runs/mine")
+        metrics = trainer.fit(MyEnv, ReplayBuffer(capacity=50_000), DQN())
+
+    Attributes:
+        settings: see `TrainerSettings`.
+        config: the whole configuration, resolved; stored in checkpoints.
+        device: of the learner.
+        dtype: of the model's parameters.
+        env_steps: decisions made so far, by all workers.
+        updates: batches learned from so far.
+        save_failed: whether a checkpoint could not be written.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig | None = None,
+        *,
+        launcher: Launcher | str | None = None,
+        tensorboard: Any = None,
+        sinks: Sequence[MetricSink] = (),
+        checkpoint: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        """Check the settings; nothing runs or is written yet.
+
+        Args:
+            config: the Hydra configuration behind it all, if there is one, to store.
+            launcher: an instance or its target text; None: local processes, or inline for
+                ``workers=0``.
+            tensorboard: a ``SummaryWriter`` or a directory; None writes into the run directory.
+            sinks: further receivers of metrics.
+            checkpoint: run, checkpoint directory or file to go on from.
+            settings: see `TrainerSettings`; ``device`` and ``dtype`` also as torch objects.
+
+        Raises:
+            SettingError: a setting is unknown, of a wrong type or out of bounds.
+        """
+        for name in ("device", "dtype"):
+            if isinstance(settings.get(name), torch.device | torch.dtype):
+                settings[name] = str(settings[name]).removeprefix("torch.")
+        self.settings = TrainerSettings.make(settings)
+        self.config = config
+        self.device = resolve_device(self.settings.device)
+        self.dtype: torch.dtype = getattr(torch, self.settings.dtype)
+        self.env_steps = 0
+        self.updates = 0
+        self.save_failed = False
+        self.checkpoint = checkpoint
+        self._launcher: Launcher | str | None = launcher
+        self._tensorboard = tensorboard
+        self._sinks = list(sinks)
+        self._optimizers: Mapping[str, torch.optim.Optimizer] = {}
+        self._log = RunLog(None)
+        self._interrupts = Interrupts()
+        self._in_update = False
+        self._saved_at = 0
+
+    @classmethod
+    def from_config(cls, config: DictConfig, **arguments: Any) -> Trainer:
+        """A Trainer from the whole config tree: root keys, ``trainer``, ``evaluation``, ``launch``.
+
+        Args:
+            config: composed; other groups are only stored.
+            arguments: of the constructor.
+
+        Raises:
+            SettingError: as the constructor.
+        """
+        tree: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+        at_root = {name: tree[name] for name in TrainerSettings.root if name in tree}
+        return cls(config, **arguments, **{**at_root, **tree.get("trainer", {})})
+
+    def fit(self, env: EnvLike, replay_buffer: Store, model: Agent) -> dict[str, float]:
+        """Train ``model`` until ``total_steps``, evaluate it, save it.
+
+        Args:
+            env: a Gymnasium id or spec, an environment class, a callable that makes one, or a
+                factory.
+            replay_buffer: where the experience goes.
+            model: what learns.
+
+        Returns:
+            The metrics of the final evaluation.
+
+        Raises:
+            BadInput: something asked for can't be.
+            WorkerError: an environment or a worker failed.
+            NonFiniteError: a loss or a gradient is not finite.
+            KeyboardInterrupt: SIGINT came; everything is saved and closed.
+            SystemExit: SIGTERM came; likewise.
+        """
+        total = self.settings.total_steps
+        with self._running(env, replay_buffer, model) as launcher:
+            while self.env_steps < total and self._interrupts.signal is None:
+                self._gather(launcher, replay_buffer, model)
+                self._learn(launcher, replay_buffer, model)
+                self._do_what_is_due(launcher, replay_buffer, model)
+            self._interrupts.raise_if_any()
+            self._write_training(replay_buffer)
+            metrics = self.evaluate(model)
+            self._save(model)
+        return metrics
+
+    def _gather(self, launcher: Launcher, replay_buffer: Store, model: Agent) -> None:
+        """Take in the unrolls that are there; wait for one if there is nothing to learn."""
+        with self._log.split("publish"):
+            self._publish(launcher, model)
+        timeout = 0.0 if self._limiter.owes_an_update() else _GATHER_S
+        with self._log.split("gather"):
+            for unroll in launcher.gather(timeout, self._limiter.may_insert):
+                with self._log.split("add"):
+                    replay_buffer.add(unroll)
+                    self._count(unroll, model)
+                if self.env_steps >= self.settings.total_steps and not self.settings.lockstep:
+                    break
+
+    def _count(self, unroll: Unroll, model: Agent) -> None:
+        env_steps = unroll.env_steps
+        self.env_steps += env_steps
+        self._limiter.insert(env_steps)
+        self._ledger.note(unroll)
+        self._log.note(unroll, self.updates)
+        self._tell_progress(model)
+
+    def _learn(self, launcher: Launcher, replay_buffer: Store, model: Agent) -> None:
+        """Make the updates that are owed; in lockstep all, else until other work may wait."""
+        deadline = time.perf_counter() + _LEARN_S
+        while self._limiter.owes_an_update() and replay_buffer.ready():
+            self._update(replay_buffer, model)
+            if self.settings.lockstep:
+                continue
+            if self.updates - self._published_at >= self.settings.publish_every_updates:
+                with self._log.split("publish"):
+                    self._publish(launcher, model)
+            if self._interrupts.signal is not None or time.perf_counter() > deadline:
+                break
+
+    def _update(self, replay_buffer: Store, model: Agent) -> None:
+        """One sampled batch through all training steps."""
+        self._in_update = True
+        with self._log.split("sample"):
+            batch = replay_buffer.sample()
+        self._limiter.sample()
+        with self._log.split("update"):
+            carry: Any = batch.to(self.device)
+            steps = model.training_steps()
+            for name, training_step in steps.items():
+                output = training_step(carry)
+                norm = self._optimise(name, output.loss)
+                self._log.means.add(name, {**output.metrics, "gradient_norm": norm})
+                if output.feedback:
+                    feedback = {k: v.detach().cpu().numpy() for k, v in output.feedback.items()}
+                    replay_buffer.feed_back(batch.keys, feedback)
+                carry = carry if output.carry is None else output.carry
+            self.updates += 1
+            for name in steps:
+                model.after_step(name, self.updates)
+        self._in_update = False
+
+    def _optimise(self, name: str, loss: torch.Tensor) -> torch.Tensor:
+        """Minimise ``loss`` by one step; returns the norm of the gradient before clipping."""
+        optimizer = self._optimizers[name]
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        clip = self.settings.gradient_clip_val
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if clip is None else clip)
+        if not torch.isfinite(loss.detach() + norm):
+            raise NonFiniteError(
+                f"{name}/loss is {loss.item():g} and its gradient's norm {norm.item():g} in update "
+                f"{self.updates + 1}; nothing was changed. Lower agent.learning_rate, clip rewards,"
+                " or look at what the environment pays"
+            )
+        optimizer.step()
+        return norm
+
+    def _publish(self, launcher: Launcher, model: Agent) -> None:
+        """Give workers a new snapshot if it is due, or if what it holds besides weights changed."""
+        updates_since = self.updates - self._published_at
+        is_due = updates_since >= self.settings.publish_every_updates
+        if self.settings.lockstep and updates_since > 0:
+            is_due = True
+        snapshot: Snapshot = model.snapshot(self.updates)
+        if is_due or snapshot.scalars != self._published_scalars:
+            launcher.publish(snapshot)
+            self._published_at, self._published_scalars = self.updates, snapshot.scalars
+
+    def _do_what_is_due(self, launcher: Launcher, replay_buffer: Store, model: Agent) -> None:
+        self._log.progress(self.env_steps)
+        is_last = self.env_steps >= self.settings.total_steps  # whose work `fit` does anyway
+        if self._log_clock.due(self.env_steps) and not is_last:
+            self._write_training(replay_buffer)
+        if self._evaluation_clock.due(self.env_steps) and not is_last:
+            if self.settings.lockstep:
+                self.evaluate(model)
+            else:
+                request = self.settings.evaluation.request(self.env_steps)
+                if not launcher.request_evaluation(model.snapshot(self.updates), request):
+                    logger.info("skipped an evaluation: the one before it is still running")
+        result = launcher.poll_evaluation()
+        if result is not None:
+            self._log.write_evaluation(result)
+        if self._checkpoint_clock.due(self.env_steps) and not is_last:
+            self._save(model)
+
+    # -------------------------------------------------------------------- asked for by name
+
+    def evaluate(self, model: Agent) -> dict[str, float]:
+        """Evaluate ``model`` as it is now, and log the result; only while `fit` runs.
+
+        Returns:
+            ``evaluation/...`` metrics: raw returns of greedy episodes.
+        """
+        with self._log.split("evaluate"):
+            while (pending := self._running_launcher.poll_evaluation()) is not None:
+                self._log.write_evaluation(pending)
+            request = self.settings.evaluation.request(self.env_steps)
+            result = self._running_launcher.evaluate(model.snapshot(self.updates), request)
+        return self._log.write_evaluation(result)
+
+    def evaluation(self, env: EnvLike, model: Agent) -> dict[str, float]:
+        """Evaluate the model of ``checkpoint``: no training, no optimiser, nothing written.
+
+        Args:
+            env: as for `fit`.
+            model: built from the same settings; its weights become the checkpoint's.
+
+        Returns:
+            ``evaluation/...`` metrics.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or it is of another agent or environment.
+        """
+        if self.checkpoint is None:
+            raise CheckpointError("evaluation needs checkpoint=RUN_DIR_or_FILE")
+        factory = GymEnvFactory.of(env)
+        with self._threads(), Interrupts() as interrupts, self._new_launcher(0) as launcher:
+            self._env_spec = launcher.probe(factory)
+            model.build(self._env_spec)
+            self.set_attributes_to_model(model)
+            model.to(self.device, self.dtype)
+            trainer = self._read_checkpoint(model, same_env=False)["trainer"]
+            self.env_steps, self.updates = trainer["env_steps"], trainer["updates"]
+            model.train(False)
+            snapshot = model.snapshot(self.updates)
+            self._ledger = StreamLedger(self.settings.envs_per_worker, record_actions=False)
+            launcher.start(self._worker_specs(model, factory, 1), snapshot)
+            request = self.settings.evaluation.request(self.env_steps)
+            result = launcher.evaluate(snapshot, request)
+            interrupts.raise_if_any()
+        return summarise(result)
+
+    def set_attributes_to_model(self, model: Agent) -> None:
+        """Give ``model`` what its own code may want.
+
+        These are ``device``, ``dtype``, ``tensorboard`` (a ``SummaryWriter`` or None),
+        ``log_every_env_steps``, and the counters ``current_step`` (env steps) and
+        ``current_episode``, which are kept true while `fit` runs.
+        """
+        attributes = {
+            "device": self.device,
+            "dtype": self.dtype,
+            "tensorboard": self._log.writer,
+            "log_every_env_steps": self.settings.log_every_env_steps,
+        }
+        for name, value in attributes.items():
+            setattr(model, name, value)
+        self._tell_progress(model)
+
+    def save_checkpoint(self, model: Agent) -> Path:
+        """Write a checkpoint of everything below the run directory, and return its own.
+
+        Raises:
+            OSError: it could not be written; older ones stand.
+            BadInput: there is no run directory.
+        """
+        if self.settings.run_dir is None:
+            raise BadInput("run_dir=None: a checkpoint needs a run directory")
+        states: dict[str, Any] = {
+            "agent": dict(model.state_dict()),
+            "optimizers": {name: o.state_dict() for name, o in self._optimizers.items()},
+            "trainer": self._state_dict(),
+        }
+        if self._replay_buffer.save:
+            states["replay"] = self._replay_buffer.state_dict()
+        info = {
+            "agent": _target_of(model),
+            "env": asdict(self._env_spec),
+            "updates": self.updates,
+            "episodes": self._log.episodes.count,
+            "lockstep": self.settings.lockstep,
+        }
+        return checkpoint.save(
+            self.settings.run_dir,
+            self.env_steps,
+            states,
+            info=info,
+            texts=self._config_texts(),
+            keep_last=self.settings.keep_last,
+        )
+
+    def load_checkpoint(self, model: Agent) -> None:
+        """Bring everything to where ``checkpoint`` left it; does nothing if there is none.
+
+        Raises:
+            CheckpointError: missing, damaged, or of another agent or environment.
+        """
+        if self.checkpoint is None:
+            return
+        states = self._read_checkpoint(model, same_env=True)
+        for name, optimizer in self._optimizers.items():
+            optimizer.load_state_dict(states["optimizers"][name])
+        trainer = states["trainer"]
+        self.env_steps, self.updates = trainer["env_steps"], trainer["updates"]
+        for name, part in self._parts().items():
+            part.load_state_dict(trainer["parts"][name])
+        if "replay" in states and self._replay_buffer.save:
+            self._replay_buffer.load_state_dict(states["replay"])
+        else:
+            logger.info("the checkpoint brings no replay: the warm-up begins anew")
+            self._limiter.restart_warmup()
+        restore_random_states(trainer["random"])
+        self._saved_at = self.env_steps
+        self._tell_progress(model)
+
+    # ---------------------------------------------------------------------------- the frame
+
+    @contextmanager
+    def _running(self, env: EnvLike, replay_buffer: Store, model: Agent) -> Iterator[Launcher]:
+        """Everything around the loop: build, load, start, and however it ends, save and close."""
+        s = self.settings
+        factory = GymEnvFactory.of(env)
+        with ExitStack() as stack:
+            self._interrupts = stack.enter_context(Interrupts())
+            stack.enter_context(self._threads())
+            launcher = stack.enter_context(self._new_launcher(s.workers))
+            self._refuse_used_run_dir()
+            self._build(launcher.probe(factory), replay_buffer, model)
+            self.set_attributes_to_model(model)
+            model.to(self.device, self.dtype)
+            self._optimizers = model.configure_optimizers()
+            self.load_checkpoint(model)
+            self._write_config()
+            stack.callback(self._log.close)
+            resumes = self.checkpoint is not None
+            self._log.open(s.total_steps, self.env_steps, self.updates, resumes, s.console)
+            self.set_attributes_to_model(model)  # now with a writer, and where a resume stands
+            model.train(True)
+            snapshot = model.snapshot(self.updates)
+            self._published_at, self._published_scalars = self.updates, snapshot.scalars
+            launcher.start(self._worker_specs(model, factory, s.workers), snapshot)
+            self._running_launcher = launcher
+            try:
+                yield launcher
+            except (Exception, KeyboardInterrupt, SystemExit):
+                # Inside an update the weights may be half changed: the last checkpoint stands.
+                if not (self._in_update or self._interrupts.insists or self.is_saved):
+                    logger.warning("saving and closing")
+                    self._save(model)
+                raise
+            finally:
+                for note in launcher.notes:
+                    logger.warning(note)
+
+    def _build(self, env_spec: EnvSpec, replay_buffer: Store, model: Agent) -> None:
+        """Build the model and the store, and everything that counts and keeps time."""
+        s = self.settings
+        seed_everything(s.seed)
+        self._env_spec = env_spec
+        model.build(env_spec)
+        sample_spec = model.sample_spec
+        layout = StreamLayout(max(1, s.workers) * s.envs_per_worker, s.unroll_length)
+        warmup = replay_buffer.warmup_env_steps
+        owed_rows = max(0, s.total_steps - warmup) * s.samples_per_insert
+        replay_buffer.seed(s.seed)
+        replay_buffer.build(
+            env_spec, sample_spec, layout, int(owed_rows / sample_spec.batch_size)
+        )
+        self._replay_buffer = replay_buffer
+        in_flight = 2 * layout.num_streams * s.unroll_length
+        self._limiter = SamplesPerInsert(
+            s.samples_per_insert, sample_spec.batch_size, warmup, in_flight
+        )
+        self._ledger = StreamLedger(layout.num_streams, record_actions=s.lockstep)
+        self._log = RunLog(s.run_dir, self._tensorboard, self._sinks)
+        self._log_clock = Every(s.log_every_env_steps)
+        self._evaluation_clock = Every(s.evaluate_every_env_steps)
+        self._checkpoint_clock = Every(s.checkpoint_every_env_steps)
+        self.env_steps = self.updates = self._saved_at = 0
+        self._in_update = self.save_failed = False
+
+    def _new_launcher(self, workers: int) -> Launcher:
+        launcher = self._launcher
+        if launcher is not None and not isinstance(launcher, str):
+            return launcher
+        if workers == 0:
+            inline: Launcher = resolve("actorlearner.launch.inline:InlineLauncher")()
+            return inline
+        launch = dict(self.settings.launch)
+        target = launcher or launch.pop("target", "actorlearner.launch.local:LocalLauncher")
+        launch.pop("target", None)
+        made: Launcher = resolve(target, self.settings.trust)(
+            lockstep=self.settings.lockstep, **launch
+        )
+        return made
+
+    def _worker_specs(
+        self, model: Agent, factory: GymEnvFactory, workers: int
+    ) -> list[WorkerSpec]:
+        s = self.settings
+        specs = []
+        for index, streams in enumerate(assign_streams(max(1, workers), s.envs_per_worker)):
+            sequence, states = self._ledger.going_on(streams)
+            specs.append(
+                WorkerSpec(
+                    index=index,
+                    streams=streams,
+                    num_streams=max(1, workers) * s.envs_per_worker,
+                    seed=s.seed,
+                    unroll_length=s.unroll_length,
+                    env_factory=factory,
+                    policy_factory=model.policy_factory(),
+                    env_spec=self._env_spec,
+                    seed_every_episode=s.lockstep,
+                    first_sequence=sequence,
+                    stream_states=states,
+                )
+            )
+        return specs
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        """Leave the workers a core each, and in lockstep use one thread: sums keep their order."""
+        before = torch.get_num_threads()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        wanted = 1 if self.settings.lockstep else max(1, (cores or 1) - self.settings.workers)
+        torch.set_num_threads(wanted)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    # ---------------------------------------------------------------- the log, checkpoints
+
+    def _write_training(self, replay_buffer: Store) -> None:
+        more = {f"replay/{name}": value for name, value in replay_buffer.metrics().items()}
+        more["replay/samples_per_insert"] = self._limiter.ratio()
+        more |= {f"policy/{name}": value for name, value in self._published_scalars.items()}
+        for name, optimizer in self._optimizers.items():
+            more[f"{name}/learning_rate"] = float(optimizer.param_groups[0]["lr"])
+        self._log.write_training(self.env_steps, self.updates, more)
+
+    def _tell_progress(self, model: Agent) -> None:
+        for name, value in (
+            ("current_step", self.env_steps),
+            ("current_episode", self._log.episodes.count),
+        ):
+            setattr(model, name, value)
+
+    def _refuse_used_run_dir(self) -> None:
+        run_dir = self.settings.run_dir
+        if run_dir is not None and self.checkpoint is None and (run_dir / "checkpoints").exists():
+            raise BadInput(
+                f"run_dir={run_dir}: holds the checkpoints of another run; go on from them with "
+                f"resume={run_dir}, or choose another run_dir"
+            )
+
+    def _config_texts(self) -> dict[str, str]:
+        """The configuration as files: with references resolved, and as it was written."""
+        config = self.config
+        if config is None:
+            values = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self.settings).items()}
+            config = OmegaConf.create(values)
+        return {
+            "config.yaml": OmegaConf.to_yaml(config, resolve=True),
+            "config_unresolved.yaml": OmegaConf.to_yaml(config),
+        }
+
+    def _write_config(self) -> None:
+        run_dir = self.settings.run_dir
+        if run_dir is None:
+            return
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for name, text in self._config_texts().items():
+            (run_dir / name).write_text(text)
+
+    def _save(self, model: Agent) -> None:
+        """Save if there is a run directory; a full disk ends no run, but it is told."""
+        if self.settings.run_dir is None:
+            return
+        try:
+            with self._log.split("checkpoint"):
+                path = self.save_checkpoint(model)
+        except OSError as error:
+            self.save_failed = True
+            logger.error("no checkpoint was written, training goes on: %s", error)
+        else:
+            self.save_failed, self._saved_at = False, self.env_steps
+            logger.debug("saved %s", path)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether nothing would be lost by ending now."""
+        return self._saved_at == self.env_steps
+
+    def _state_dict(self) -> dict[str, Any]:
+        parts = self._parts()
+        return {
+            "env_steps": self.env_steps,
+            "updates": self.updates,
+            "parts": {name: part.state_dict() for name, part in parts.items()},
+            "random": random_states(),
+        }
+
+    def _parts(self) -> dict[str, Stateful]:
+        return {
+            "limiter": self._limiter,
+            "ledger": self._ledger,
+            "log": self._log,
+            "log_clock": self._log_clock,
+            "evaluation_clock": self._evaluation_clock,
+            "checkpoint_clock": self._checkpoint_clock,
+        }
+
+    def _read_checkpoint(self, model: Agent, same_env: bool) -> dict[str, Any]:
+        """Load the weights of ``checkpoint``; returns the other states that it holds.
+
+        Args:
+            model: takes the weights.
+            same_env: insist on the environment's name too, not only on its spaces.
+
+        Raises:
+            CheckpointError: also for another agent, or an environment of other spaces.
+        """
+        assert self.checkpoint is not None
+        where = checkpoint.find(self.checkpoint)
+        manifest = checkpoint.read_manifest(where)
+        agent, mine = manifest.info.get("agent"), _target_of(model)
+        if agent != mine:
+            raise CheckpointError(f"{where}: holds the agent {agent}, not {mine}")
+        theirs, ours = manifest.info.get("env", {}), asdict(self._env_spec)
+        if same_env and theirs.get("name") != ours["name"]:
+            raise CheckpointError(
+                f"{where}: was trained on {theirs.get('name')}, not {ours['name']}; "
+                "start a new run for another environment"
+            )
+        for part in ("observation", "action"):
+            if json.dumps(theirs.get(part)) != json.dumps(ours[part]):
+                raise CheckpointError(
+                    f"{where}: was trained on {theirs.get('name')} with {part}s {theirs.get(part)};"
+                    f" {self._env_spec.name} has {ours[part]}"
+                )
+        try:
+            model.load_state_dict(checkpoint.load(where, ["agent"])["agent"])
+        except RuntimeError as error:  # torch names the parameters that do not fit
+            raise CheckpointError(f"{where}: other agent settings: {error}") from error
+        names = {name.removesuffix(".safetensors") for name in manifest.files}
+        return checkpoint.load(where, names & {"optimizers", "trainer", "replay"})
+
+
+def resolve_device(device: str) -> torch.device:
+    """The torch device that ``device`` names; auto takes a GPU if there is one.
+
+    Raises:
+        SettingError: no such device here.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+        torch.empty(0, device=resolved)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise SettingError(f"device={device}: not to be had here: {reason}") from error
+    return resolved
+
+
+def _target_of(model: Agent) -> str:
+    return f"{type(model).__module__}:{type(model).__qualname__}"

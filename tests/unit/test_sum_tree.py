@@ -1,0 +1,165 @@
+"""Tests of `actorlearner.sum_tree`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actorlearner.sum_tree import SumTree
+
+CHI_SQUARED_255 = 330.5
+"""Upper 1e-3 point of the chi-squared distribution with 255 degrees of freedom."""
+
+
+def slow_find(priorities, prefix):
+    """The first index at which the running sum exceeds ``prefix``, else the last with priority."""
+    total = 0.0
+    for index, priority in enumerate(priorities):
+        total += priority
+        if total > prefix:
+            return index
+    return max(index for index, priority in enumerate(priorities) if priority > 0)
+
+
+def filled(priorities):
+    """A tree of ``priorities``."""
+    tree = SumTree(len(priorities))
+    tree.set(np.arange(len(priorities)), np.asarray(priorities, float))
+    return tree
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    # Around one node, around one level, and beyond.
+    capacity=st.sampled_from([1, 2, 31, 32, 33, 100, 1023, 1024, 1025, 1100]),
+    seed=st.integers(0, 2**32 - 1),
+    rounds=st.integers(1, 4),
+)
+def test_equals_a_list(capacity, seed, rounds):
+    """Sets with duplicates, then finds, against a plain list. Integers, so that sums are exact."""
+    generator = np.random.default_rng(seed)
+    tree, reference = SumTree(capacity), [0] * capacity
+    for _ in range(rounds):
+        indices = generator.integers(capacity, size=20)
+        priorities = generator.integers(0, 5, size=20).astype(float)
+        tree.set(indices, priorities)
+        for index, priority in zip(indices, priorities, strict=True):
+            reference[index] = priority
+        tree.check_valid()
+        assert tree.get(np.arange(capacity)).tolist() == reference
+        assert tree.total == sum(reference)
+        if tree.total > 0:
+            prefix = generator.random(30) * (tree.total + 1)
+            prefix[:10] = np.floor(prefix[:10])  # exactly on the border between two leaves
+            assert tree.find(prefix).tolist() == [slow_find(reference, p) for p in prefix]
+
+
+def test_last_of_duplicates_wins():
+    """One `set` may name a leaf many times."""
+    tree = SumTree(50)
+    tree.set(np.array([7, 3, 7, 7, 3]), np.array([1.0, 2.0, 3.0, 4.0, 5.0]))
+    assert tree.get(np.array([3, 7])).tolist() == [5.0, 4.0]
+    assert tree.total == 9.0
+    tree.check_valid()
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_frequencies(alpha):
+    """Chi-squared over 256 leaves: each is found as often as its priority says."""
+    generator, draws = np.random.default_rng(3), 200_000
+    tree = filled(generator.uniform(0.1, 2.0, size=256) ** alpha)
+    expected = tree.get(np.arange(256)) / tree.total * draws
+    counts = np.bincount(tree.find(generator.random(draws) * tree.total), minlength=256)
+    assert ((counts - expected) ** 2 / expected).sum() < CHI_SQUARED_255
+
+
+@pytest.mark.parametrize(("capacity", "used"), [(4096, 4096), (5000, 2500)])
+def test_leaf_without_priority_is_never_found(capacity, used):
+    """A million draws, full and half full, with priorities over nine orders of magnitude."""
+    generator = np.random.default_rng(4)
+    priorities = np.zeros(capacity)
+    priorities[:used] = 10 ** generator.uniform(-6, 3, size=used)
+    priorities[generator.random(capacity) < 0.3] = 0
+    tree = filled(priorities)
+    for _ in range(10):
+        prefix = generator.random(100_000) * tree.total
+        # Next to and above the borders, where rounding could step over.
+        prefix[:20_000] = generator.choice(np.cumsum(priorities), 20_000)
+        prefix[:4] = 0.0, np.nextafter(tree.total, 0), tree.total, np.nextafter(tree.total, np.inf)
+        assert (priorities[tree.find(prefix)] > 0).all()
+
+
+def test_prefix_at_or_above_the_total_finds_the_last_leaf_with_priority():
+    """The last leaf of the tree and of its node may both be empty."""
+    tree = SumTree(100)
+    tree.set(np.array([3, 40]), np.array([0.1, 0.2]))
+    assert tree.find(np.array([tree.total, np.inf, 0.0])).tolist() == [40, 40, 3]
+
+
+def test_no_drift():
+    """After 100,000 sets the total is still the sum of the leaves."""
+    generator = np.random.default_rng(5)
+    tree = SumTree(5000)
+    for _ in range(2_000):
+        tree.set(generator.integers(5000, size=50), 10 ** generator.uniform(-6, 3, size=50))
+    exact = np.sum(tree.get(np.arange(5000)), dtype=np.longdouble)
+    assert abs(tree.total - exact) / exact < 1e-9
+    tree.check_valid()
+
+
+def test_every_leaf_gets_its_share():
+    """Four equal leaves, a quarter each: the newest one, too."""
+    generator = np.random.default_rng(6)
+    counts = np.bincount(filled([1, 1, 1, 1]).find(generator.random(100_000) * 4))
+    assert np.all(np.abs(counts / 100_000 - 0.25) < 0.01)
+
+
+@pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])
+def test_refuses_a_bad_priority(bad):
+    """Named in the error, and nothing has changed."""
+    tree = filled([1, 2, 3])
+    with pytest.raises(ValueError, match=f"priority={bad}"):
+        tree.set(np.array([0, 1]), np.array([5.0, bad]))
+    assert tree.get(np.arange(3)).tolist() == [1, 2, 3]
+    tree.check_valid()
+
+
+@pytest.mark.parametrize("bad", [-1, 3, 31])
+def test_refuses_an_index_out_of_range(bad):
+    """Also one that the padding up to a full node would take, and a negative one."""
+    tree = filled([1, 2, 3])
+    with pytest.raises(IndexError, match="3"):
+        tree.set(np.array([0, bad]), np.array([5.0, 5.0]))
+    assert tree.total == 6.0
+
+
+def test_refuses_what_cannot_be_found():
+    """An empty tree, and prefixes that are no numbers from 0 up."""
+    with pytest.raises(ValueError, match="no priority above 0"):
+        SumTree(3).find(np.array([0.0]))
+    for bad in (-0.1, np.nan):
+        with pytest.raises(ValueError, match="prefix"):
+            filled([1, 2]).find(np.array([bad]))
+
+
+def test_refuses_no_capacity():
+    """A tree has a leaf."""
+    with pytest.raises(ValueError, match="capacity=0"):
+        SumTree(0)
+
+
+def test_setting_nothing_changes_nothing():
+    """Feedback may be all stale."""
+    tree = filled([1, 2])
+    tree.set(np.empty(0, np.int64), np.empty(0))
+    assert tree.total == 3.0
+
+
+def test_check_valid_notices_a_wrong_parent():
+    """The check that other tests lean on can fail."""
+    tree = filled(np.ones(100))
+    tree._levels[0][1, 1] = 2.0
+    with pytest.raises(AssertionError):
+        tree.check_valid()
