@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SAME_S = 0.5  # `timeout`, `uv run` and others signal both the process and its group
 
 
 class Interrupts:
-    """While it is entered, the first SIGINT or SIGTERM is only noted; a second one acts at once.
+    """While it is entered, the first SIGINT or SIGTERM is only noted; a second one, a moment
+    later, acts at once.
 
     Outside the main thread, where Python delivers no signals, it does nothing.
 
@@ -24,6 +27,7 @@ class Interrupts:
         """Nothing has come yet."""
         self.signal: signal.Signals | None = None
         self.insists = False
+        self._noted_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -45,8 +49,11 @@ class Interrupts:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
+            if time.monotonic() - self._noted_at < _SAME_S:
+                return
             self.insists = True
             self._raise(signal.Signals(number))
+        self._noted_at = time.monotonic()
         self.signal = signal.Signals(number)
 
     def raise_if_any(self) -> None:

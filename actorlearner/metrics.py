@@ -100,7 +100,7 @@ class TensorBoardSink:
         self._is_owner = isinstance(log_dir, str | Path)
         self.writer: SummaryWriter
         if isinstance(log_dir, str | Path):
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 (takes 1.5 s)
+            from torch.utils.tensorboard import SummaryWriter  # takes 1.5 s
 
             self.writer = SummaryWriter(str(log_dir), purge_step=purge_step)
         else:
@@ -154,6 +154,7 @@ class ConsoleSink:
         self._cleanup = ExitStack()
         self._bar: tqdm[Any] | None = None
         if console == "bar":
+            width = _stand_in_width(self._stream)
             self._bar = self._cleanup.enter_context(
                 tqdm(
                     total=total,
@@ -161,7 +162,8 @@ class ConsoleSink:
                     file=self._stream,
                     unit="step",
                     unit_scale=True,
-                    dynamic_ncols=True,
+                    ncols=width,
+                    dynamic_ncols=width is None,
                 )
             )
             self._cleanup.enter_context(logging_redirect_tqdm(_console_loggers()))
@@ -199,6 +201,15 @@ class ConsoleSink:
             for name in metrics
             if fnmatchcase(name, pattern)
         }
+
+
+def _stand_in_width(stream: TextIO) -> int | None:
+    """Columns to use on a terminal that has none, where tqdm draws nothing; else None."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):  # not a terminal of the system
+        return None
+    return None if columns else 80
 
 
 def _console_loggers() -> list[logging.Logger]:

@@ -40,7 +40,7 @@ def piecewise(knots: Sequence[tuple[float, float]], x: float) -> float:
     if right == len(knots):
         return knots[-1][1]
     (x0, y0), (x1, y1) = knots[right - 1], knots[right]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return y0 + (y1 - y0) * ((x - x0) / (x1 - x0))
 
 
 class Every:

@@ -85,9 +85,9 @@ class EnvWorker:
             return
         self.phase = "repeating an episode"
         for action in state.actions:
-            observation, *ending = self._step(column, action)
+            observation, _, terminated, truncated = self._step(column, action)
             self._put(column, observation)
-            self._needs_reset[column] = any(ending)
+            self._needs_reset[column] = terminated or truncated
         self._first[column] = len(state.actions) == 0
         wanted = state.observation
         if any(not np.array_equal(self._observation[k][column], wanted[k]) for k in wanted):

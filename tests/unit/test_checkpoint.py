@@ -203,6 +203,11 @@ class TestStateTrees:
         assert set(tensors) == {"weight", "bias"}
         assert_same(tensors["weight"], module.weight.data)
 
+    def test_loaded_arrays_are_aligned(self, tmp_path: Path) -> None:
+        dtypes = (torch.bool, torch.float64, torch.bfloat16, torch.float32)
+        loaded = round_trip(tmp_path, [torch.zeros(3, dtype=dtype) for dtype in dtypes])
+        assert [tensor.data_ptr() % tensor.itemsize for tensor in loaded] == [0] * len(dtypes)
+
     def test_what_was_loaded_may_be_changed(self, tmp_path: Path) -> None:
         directory = save_step(tmp_path, 1, s=[torch.zeros(3), np.zeros(3), np.zeros(3, ">f4")])
         for array in checkpoint.load(directory, ["s"])["s"]:
@@ -285,7 +290,8 @@ class TestSave:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth_rename: int
     ) -> None:
         save_step(tmp_path, 7, agent={"try": 1})
-        rename, calls = Path.rename, []
+        rename = Path.rename
+        calls: list[Path] = []
 
         def dying_rename(self: Path, target: Path) -> Path:
             if len(calls) == nth_rename:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import logging
 import math
+import os
+import re
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,9 +87,7 @@ class TestJsonLinesSink:
 
 
 def accumulate(log_dir: Path) -> EventAccumulator:
-    from tensorboard.backend.event_processing.event_accumulator import (  # noqa: PLC0415
-        EventAccumulator,
-    )
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(log_dir))
     events.Reload()
@@ -127,6 +130,7 @@ class TestTensorBoardSink:
         sink.close()
         owner.write(2, {"a/b": 2.0})
         owner.close()
+        assert len(list(tmp_path.iterdir())) == 1, "a closed writer begins a second file"
         assert points(tmp_path, "a/b") == [(1, 1.0), (2, 2.0)]
 
     def test_tensorboard_is_imported_late(self) -> None:
@@ -189,6 +193,20 @@ class TestConsoleSink:
             logger.removeHandler(handler)
         lines = [line.rpartition("\r")[2] for line in stream.getvalue().split("\n")]
         assert "a worker sneezed" in [line.strip() for line in lines]
+
+    @pytest.mark.parametrize("columns", [0, 60])
+    def test_a_real_terminal_also_one_without_a_width(self, columns: int) -> None:
+        leader, follower = os.openpty()
+        fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 0, columns, 0, 0))
+        with os.fdopen(follower, "w") as stream:
+            sink = ConsoleSink(1_000, stream=stream)
+            sink.write(1_000, {"dqn/loss": 0.25})
+            sink.close()
+            text = os.read(leader, 1 << 16).decode()
+        os.close(leader)
+        assert "1.00k/1.00k" in text
+        assert "dqn/loss 0.25" in text
+        assert max(map(len, re.split(r"[\r\n]", text))) <= (columns or 80)
 
     @pytest.mark.parametrize("mode", ["off", "plain", "bar"])
     def test_the_mode_beats_the_terminal(self, mode: Any) -> None:
