@@ -299,6 +299,19 @@ def find(path: str | Path) -> Path:
     raise CheckpointError(f"{path}: all of its checkpoints are damaged ({len(steps)})")
 
 
+def refuse_used(run_dir: str | Path) -> None:
+    """Raise if ``run_dir`` has checkpoints already, which a new run would mix with its own.
+
+    Raises:
+        CheckpointError: it has.
+    """
+    if (Path(run_dir) / _FOLDER).exists():
+        raise CheckpointError(
+            f"run_dir={run_dir}: holds the checkpoints of another run; go on from them with "
+            f"resume={run_dir}, or choose another run_dir"
+        )
+
+
 def newest_run(root: str | Path) -> Path | None:
     """The checkpoint below ``root`` that was written last, damaged ones skipped; None without one.
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import operator
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -32,7 +33,7 @@ def setting(
     bounds = {"low": low, "above": above, "high": high, "below": below}
     metadata = {name: bound for name, bound in bounds.items() if bound is not None}
     if isinstance(default, dict | list):
-        return dataclasses.field(default_factory=lambda: default.copy(), metadata=metadata)
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -138,6 +139,14 @@ def _convert_scalar(value: Any, annotation: Any, key: str) -> Any:
     raise SettingError(f"{key}={value!r}: {what} is needed")
 
 
+_BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
+    "low": (operator.ge, "at least"),
+    "above": (operator.gt, "greater than"),
+    "high": (operator.le, "at most"),
+    "below": (operator.lt, "less than"),
+}
+
+
 def _check_bounds(value: Any, bounds: Mapping[str, float], key: str) -> None:
     if isinstance(value, tuple):
         for item in value:
@@ -145,14 +154,8 @@ def _check_bounds(value: Any, bounds: Mapping[str, float], key: str) -> None:
         return
     if value is None or isinstance(value, str | bool) or not bounds:
         return
-    tests = {
-        "low": (lambda bound: value >= bound, "at least"),
-        "above": (lambda bound: value > bound, "greater than"),
-        "high": (lambda bound: value <= bound, "at most"),
-        "below": (lambda bound: value < bound, "less than"),
-    }
-    if not all(tests[name][0](bound) for name, bound in bounds.items()):  # NaN fails them all
-        wanted = " and ".join(f"{tests[name][1]} {bound:g}" for name, bound in bounds.items())
+    if not all(_BOUNDS[name][0](value, bound) for name, bound in bounds.items()):  # as NaN
+        wanted = " and ".join(f"{_BOUNDS[name][1]} {bound:g}" for name, bound in bounds.items())
         raise SettingError(f"{key}={value!r}: must be {wanted}")
 
 
@@ -170,7 +173,9 @@ def resolve(target: str, trust: Sequence[str] = ()) -> Any:
     if not name or not module_name:
         raise SettingError(f"target={target!r}: must read package.module:Name")
     allowed = {"actorlearner", *trust}
-    if package not in allowed and target not in {e.value for e in entry_points(group="actorlearner")}:
+    if package not in allowed and target not in {
+        e.value for e in entry_points(group="actorlearner")
+    }:
         raise SettingError(
             f"target={target!r}: {package} is not trusted; add trust=[{package}] if you trust it"
         )

@@ -236,11 +236,13 @@ class Unroll:
         }
 
     @classmethod
-    def from_arrays(cls, worker: int, streams: Sequence[int], arrays: Mapping[str, Array]) -> Unroll:
+    def from_arrays(
+        cls, worker: int, streams: Sequence[int], arrays: Mapping[str, Array]
+    ) -> Unroll:
         """An unroll whose arrays are views of ``arrays`` (see `layout`)."""
         prefix = "observation/"
         observation = {k[len(prefix) :]: v for k, v in arrays.items() if k.startswith(prefix)}
-        rest = {k: v for k, v in arrays.items() if not k.startswith(prefix)}
+        rest: dict[str, Any] = {k: v for k, v in arrays.items() if not k.startswith(prefix)}
         return cls(worker, np.asarray(streams, np.int64), observation, **rest)
 
     @property
@@ -444,7 +446,11 @@ class Failure:
     def text(self) -> str:
         """All of it, the most telling line first."""
         head = f"{self.worker_name} ({self.env}) failed in {self.phase}"
-        return f"{head}: {self.error}\n{self.detail.rstrip()}" if self.error else f"{head}: {self.detail}"
+        return (
+            f"{head}: {self.error}\n{self.detail.rstrip()}"
+            if self.error
+            else f"{head}: {self.detail}"
+        )
 
 
 # ---------------------------------------------------------------------------------- protocols

@@ -90,7 +90,9 @@ class GymEnvFactory:
             try:
                 spec = gymnasium.spec(env)
             except gymnasium.error.Error as error:
-                raise BadInput(f"env.id={env}: {error}; module:Id imports a module first") from error
+                raise BadInput(
+                    f"env.id={env}: {error}; module:Id imports a module first"
+                ) from error
             return cls(env, spec, dict(kwargs or {}), imports)
         if isinstance(env, GymnasiumSpec):
             return cls(env.id, env, dict(kwargs or {}), imports)

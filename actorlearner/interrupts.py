@@ -13,10 +13,10 @@ _SAME_S = 0.5  # `timeout`, `uv run` and others signal both the process and its 
 
 
 class Interrupts:
-    """While it is entered, the first SIGINT or SIGTERM is only noted; a second one, a moment
-    later, acts at once.
+    """While it is entered, the first SIGINT or SIGTERM is only noted.
 
-    Outside the main thread, where Python delivers no signals, it does nothing.
+    A second one, at least a moment later, acts at once. Outside the main thread, where Python
+    delivers no signals, it does nothing.
 
     Attributes:
         signal: the one that came, or None.

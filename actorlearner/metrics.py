@@ -132,7 +132,8 @@ class ConsoleSink:
         total: env steps of the whole run.
         initial: env steps made before, by the run that this one goes on from.
         console: what to draw.
-        show: patterns (as of `fnmatch`) of the metrics to show, in order.
+        show: patterns (as of `fnmatch`) of the metrics to show, the most important first: a narrow
+            terminal cuts the rest.
         stream: standard error if None.
     """
 
@@ -150,11 +151,11 @@ class ConsoleSink:
         self._total = total
         self._show = tuple(show)
         self._is_plain = console == "plain"
-        self._on_bar: dict[str, str] = {}
+        self._on_bar: dict[str, float] = {}
         self._cleanup = ExitStack()
         self._bar: tqdm[Any] | None = None
         if console == "bar":
-            width = _stand_in_width(self._stream)
+            lacks_size = _lacks_size(self._stream)
             self._bar = self._cleanup.enter_context(
                 tqdm(
                     total=total,
@@ -162,8 +163,9 @@ class ConsoleSink:
                     file=self._stream,
                     unit="step",
                     unit_scale=True,
-                    ncols=width,
-                    dynamic_ncols=width is None,
+                    ncols=80 if lacks_size else None,
+                    nrows=24 if lacks_size else None,
+                    dynamic_ncols=not lacks_size,
                 )
             )
             self._cleanup.enter_context(logging_redirect_tqdm(_console_loggers()))
@@ -175,16 +177,22 @@ class ConsoleSink:
             self._bar.update(max(0, min(step, self._total) - self._bar.n))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the chosen metrics."""
-        chosen = self._chosen(metrics)
+        """Show the chosen metrics; the bar keeps those that a later write lacks."""
+        chosen = {
+            name: metrics[name]
+            for pattern in self._show
+            for name in metrics
+            if fnmatchcase(name, pattern)
+        }
         if self._bar is not None:
             self.advance(step)
             self._on_bar.update(chosen)
-            self._bar.set_postfix_str(", ".join(self._on_bar.values()), refresh=False)
+            self._bar.set_postfix_str(_short_text(self._on_bar), refresh=False)
             self._bar.refresh()
         elif self._is_plain:
-            parts = [f"env step {step:,} of {self._total:,}", *chosen.values()]
-            self._stream.write(", ".join(parts) + "\n")
+            values = [f"{name} {value:.4g}" for name, value in chosen.items()]
+            line = ", ".join([f"env step {step:,} of {self._total:,}", *values])
+            self._stream.write(f"{line}\n")
             self._stream.flush()
 
     def close(self) -> None:
@@ -193,23 +201,24 @@ class ConsoleSink:
         self._bar = None
         self._is_plain = False
 
-    def _chosen(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """The metrics to show as text, by name."""
-        return {
-            name: f"{name} {metrics[name]:.4g}"
-            for pattern in self._show
-            for name in metrics
-            if fnmatchcase(name, pattern)
-        }
+
+def _short_text(metrics: Mapping[str, float]) -> str:
+    """Names without their groups where that is clear, for a terminal has 80 columns."""
+    last_parts = [name.rpartition("/")[2] for name in metrics]
+    labels = [
+        last if last_parts.count(last) == 1 else name
+        for name, last in zip(metrics, last_parts, strict=True)
+    ]
+    pairs = zip(labels, metrics.values(), strict=True)
+    return ", ".join(f"{label} {value:.3g}" for label, value in pairs)
 
 
-def _stand_in_width(stream: TextIO) -> int | None:
-    """Columns to use on a terminal that has none, where tqdm draws nothing; else None."""
+def _lacks_size(stream: TextIO) -> bool:
+    """Whether this is a terminal without rows or columns, where tqdm would draw nothing."""
     try:
-        columns = os.get_terminal_size(stream.fileno()).columns
+        return 0 in os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):  # not a terminal of the system
-        return None
-    return None if columns else 80
+        return False
 
 
 def _console_loggers() -> list[logging.Logger]:

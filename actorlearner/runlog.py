@@ -74,19 +74,29 @@ class RunLog:
         self._first_step_at: float | None = None
 
     def open(
-        self, total: int, env_steps: int, updates: int, resumes: bool, console: ConsoleMode
+        self,
+        total: int,
+        console: ConsoleMode,
+        texts: Mapping[str, str],
+        resumes_at: tuple[int, int] | None,
     ) -> None:
-        """Open files and the progress bar.
+        """Make the run directory, open files and the progress bar.
 
         Args:
             total: env steps of the whole run.
-            env_steps: made so far.
-            updates: made so far.
-            resumes: cut what was logged after ``env_steps``.
             console: see `ConsoleSink`.
+            texts: files for the run directory, by name.
+            resumes_at: env steps and updates of the checkpoint that the run goes on from; what was
+                logged later is cut. None for a new run.
         """
-        self._counts = (env_steps, updates)
+        env_steps, self._counts = 0, (0, 0)
+        if resumes_at is not None:
+            env_steps, self._counts = resumes_at[0], resumes_at
+        resumes = resumes_at is not None
         if self._run_dir is not None:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            for name, text in texts.items():
+                (self._run_dir / name).write_text(text)
             self._file = logging.FileHandler(self._run_dir / "run.log")
             self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
             logging.getLogger("actorlearner").addHandler(self._file)

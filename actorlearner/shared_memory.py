@@ -51,7 +51,9 @@ class SharedArrays:
                 os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
             os.close(descriptor)
-            raise OSError(error.errno, f"{size:,} bytes of shared memory: {error.strerror}") from error
+            raise OSError(
+                error.errno, f"{size:,} bytes of shared memory: {error.strerror}"
+            ) from error
         self._attach(descriptor, dict(specs))
 
     def _attach(self, descriptor: int, specs: dict[str, ArraySpec]) -> None:

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -30,19 +30,18 @@ from actorlearner.contracts import (
     NonFiniteError,
     SettingError,
     Snapshot,
-    Stateful,
     Store,
     StreamLayout,
-    Unroll,
     WorkerSpec,
 )
 from actorlearner.envs import EnvLike, GymEnvFactory
 from actorlearner.evaluate import EvaluationSettings, summarise
 from actorlearner.interrupts import Interrupts
 from actorlearner.metrics import ConsoleMode
-from actorlearner.randomness import random_states, restore_random_states, seed_everything
+from actorlearner.progress import Progress
+from actorlearner.randomness import seed_everything
 from actorlearner.runlog import RunLog
-from actorlearner.schedules import Every, SamplesPerInsert
+from actorlearner.schedules import SamplesPerInsert
 from actorlearner.streams import StreamLedger, assign_streams
 
 logger = logging.getLogger(__name__)
@@ -56,9 +55,19 @@ class TrainerSettings(Settings):
     """Settings of the loop, of the optimisation, and of what is saved and logged."""
 
     group = "trainer"
-    root: ClassVar[frozenset[str]] = frozenset(
-        "workers envs_per_worker unroll_length seed total_steps device lockstep samples_per_insert"
-        " run_dir trust evaluation launch".split()
+    root: ClassVar[tuple[str, ...]] = (
+        "workers",
+        "envs_per_worker",
+        "unroll_length",
+        "seed",
+        "total_steps",
+        "device",
+        "lockstep",
+        "samples_per_insert",
+        "run_dir",
+        "trust",
+        "evaluation",
+        "launch",
     )
     """Those that stand at the root of the config tree."""
 
@@ -82,7 +91,7 @@ class TrainerSettings(Settings):
     """Where everything is written; None writes nothing."""
     trust: tuple[str, ...] = ()
     """Packages besides this one that targets may name."""
-    evaluation: EvaluationSettings = EvaluationSettings()
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     """See `EvaluationSettings`."""
     launch: dict[str, Any] = setting({})
     """Settings of the launcher that ``workers`` > 0 starts, and its ``target``."""
@@ -109,6 +118,11 @@ class TrainerSettings(Settings):
         """The dotted key of field ``name``."""
         return name if name in cls.root else f"{cls.group}.{name}"
 
+    @property
+    def num_streams(self) -> int:
+        """Environment slots over all workers."""
+        return max(1, self.workers) * self.envs_per_worker
+
     def check(self) -> None:
         """The device must exist."""
         resolve_device(self.device)
@@ -127,8 +141,7 @@ class Trainer:
         config: the whole configuration, resolved; stored in checkpoints.
         device: of the learner.
         dtype: of the model's parameters.
-        env_steps: decisions made so far, by all workers.
-        updates: batches learned from so far.
+        checkpoint: what to go on from.
         save_failed: whether a checkpoint could not be written.
     """
 
@@ -163,18 +176,33 @@ class Trainer:
         self.config = config
         self.device = resolve_device(self.settings.device)
         self.dtype: torch.dtype = getattr(torch, self.settings.dtype)
-        self.env_steps = 0
-        self.updates = 0
         self.save_failed = False
         self.checkpoint = checkpoint
         self._launcher: Launcher | str | None = launcher
         self._tensorboard = tensorboard
         self._sinks = list(sinks)
         self._optimizers: Mapping[str, torch.optim.Optimizer] = {}
+        self._progress = self._new_progress(batch_size=1, warmup_env_steps=0)
         self._log = RunLog(None)
         self._interrupts = Interrupts()
         self._in_update = False
-        self._saved_at = 0
+        self._saved_at = self._published_at = 0
+        self._published_scalars: dict[str, float] = {}
+
+    @property
+    def env_steps(self) -> int:
+        """Decisions made so far, by all workers."""
+        return self._progress.env_steps
+
+    @property
+    def updates(self) -> int:
+        """Batches learned from so far."""
+        return self._progress.updates
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether nothing would be lost by ending now."""
+        return self._saved_at == self.env_steps
 
     @classmethod
     def from_config(cls, config: DictConfig, **arguments: Any) -> Trainer:
@@ -226,27 +254,21 @@ class Trainer:
         """Take in the unrolls that are there; wait for one if there is nothing to learn."""
         with self._log.split("publish"):
             self._publish(launcher, model)
-        timeout = 0.0 if self._limiter.owes_an_update() else _GATHER_S
+        timeout = 0.0 if self._progress.limiter.owes_an_update() else _GATHER_S
         with self._log.split("gather"):
-            for unroll in launcher.gather(timeout, self._limiter.may_insert):
+            for unroll in launcher.gather(timeout, self._progress.limiter.may_insert):
                 with self._log.split("add"):
                     replay_buffer.add(unroll)
-                    self._count(unroll, model)
+                    self._progress.insert(unroll)
+                    self._log.note(unroll, self.updates)
                 if self.env_steps >= self.settings.total_steps and not self.settings.lockstep:
                     break
-
-    def _count(self, unroll: Unroll, model: Agent) -> None:
-        env_steps = unroll.env_steps
-        self.env_steps += env_steps
-        self._limiter.insert(env_steps)
-        self._ledger.note(unroll)
-        self._log.note(unroll, self.updates)
         self._tell_progress(model)
 
     def _learn(self, launcher: Launcher, replay_buffer: Store, model: Agent) -> None:
         """Make the updates that are owed; in lockstep all, else until other work may wait."""
         deadline = time.perf_counter() + _LEARN_S
-        while self._limiter.owes_an_update() and replay_buffer.ready():
+        while self._progress.limiter.owes_an_update() and replay_buffer.ready():
             self._update(replay_buffer, model)
             if self.settings.lockstep:
                 continue
@@ -261,7 +283,7 @@ class Trainer:
         self._in_update = True
         with self._log.split("sample"):
             batch = replay_buffer.sample()
-        self._limiter.sample()
+        self._progress.limiter.sample()
         with self._log.split("update"):
             carry: Any = batch.to(self.device)
             steps = model.training_steps()
@@ -273,7 +295,7 @@ class Trainer:
                     feedback = {k: v.detach().cpu().numpy() for k, v in output.feedback.items()}
                     replay_buffer.feed_back(batch.keys, feedback)
                 carry = carry if output.carry is None else output.carry
-            self.updates += 1
+            self._progress.updates += 1
             for name in steps:
                 model.after_step(name, self.updates)
         self._in_update = False
@@ -282,7 +304,7 @@ class Trainer:
         """Minimise ``loss`` by one step; returns the norm of the gradient before clipping."""
         optimizer = self._optimizers[name]
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         clip = self.settings.gradient_clip_val
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if clip is None else clip)
@@ -309,9 +331,9 @@ class Trainer:
     def _do_what_is_due(self, launcher: Launcher, replay_buffer: Store, model: Agent) -> None:
         self._log.progress(self.env_steps)
         is_last = self.env_steps >= self.settings.total_steps  # whose work `fit` does anyway
-        if self._log_clock.due(self.env_steps) and not is_last:
+        if self._progress.log_clock.due(self.env_steps) and not is_last:
             self._write_training(replay_buffer)
-        if self._evaluation_clock.due(self.env_steps) and not is_last:
+        if self._progress.evaluation_clock.due(self.env_steps) and not is_last:
             if self.settings.lockstep:
                 self.evaluate(model)
             else:
@@ -321,7 +343,7 @@ class Trainer:
         result = launcher.poll_evaluation()
         if result is not None:
             self._log.write_evaluation(result)
-        if self._checkpoint_clock.due(self.env_steps) and not is_last:
+        if self._progress.checkpoint_clock.due(self.env_steps) and not is_last:
             self._save(model)
 
     # -------------------------------------------------------------------- asked for by name
@@ -360,12 +382,11 @@ class Trainer:
             model.build(self._env_spec)
             self.set_attributes_to_model(model)
             model.to(self.device, self.dtype)
-            trainer = self._read_checkpoint(model, same_env=False)["trainer"]
-            self.env_steps, self.updates = trainer["env_steps"], trainer["updates"]
+            state = self._read_checkpoint(model, same_env=False)["progress"]
+            self._progress.env_steps, self._progress.updates = state["env_steps"], state["updates"]
             model.train(False)
             snapshot = model.snapshot(self.updates)
-            self._ledger = StreamLedger(self.settings.envs_per_worker, record_actions=False)
-            launcher.start(self._worker_specs(model, factory, 1), snapshot)
+            launcher.start(self._worker_specs(model, factory)[:1], snapshot)
             request = self.settings.evaluation.request(self.env_steps)
             result = launcher.evaluate(snapshot, request)
             interrupts.raise_if_any()
@@ -400,7 +421,8 @@ class Trainer:
         states: dict[str, Any] = {
             "agent": dict(model.state_dict()),
             "optimizers": {name: o.state_dict() for name, o in self._optimizers.items()},
-            "trainer": self._state_dict(),
+            "progress": self._progress.state_dict(),
+            "log": self._log.state_dict(),
         }
         if self._replay_buffer.save:
             states["replay"] = self._replay_buffer.state_dict()
@@ -431,16 +453,13 @@ class Trainer:
         states = self._read_checkpoint(model, same_env=True)
         for name, optimizer in self._optimizers.items():
             optimizer.load_state_dict(states["optimizers"][name])
-        trainer = states["trainer"]
-        self.env_steps, self.updates = trainer["env_steps"], trainer["updates"]
-        for name, part in self._parts().items():
-            part.load_state_dict(trainer["parts"][name])
+        self._progress.load_state_dict(states["progress"])
+        self._log.load_state_dict(states["log"])
         if "replay" in states and self._replay_buffer.save:
             self._replay_buffer.load_state_dict(states["replay"])
         else:
             logger.info("the checkpoint brings no replay: the warm-up begins anew")
-            self._limiter.restart_warmup()
-        restore_random_states(trainer["random"])
+            self._progress.limiter.restart_warmup()
         self._saved_at = self.env_steps
         self._tell_progress(model)
 
@@ -455,21 +474,20 @@ class Trainer:
             self._interrupts = stack.enter_context(Interrupts())
             stack.enter_context(self._threads())
             launcher = stack.enter_context(self._new_launcher(s.workers))
-            self._refuse_used_run_dir()
+            if self.checkpoint is None and s.run_dir is not None:
+                checkpoint.refuse_used(s.run_dir)
             self._build(launcher.probe(factory), replay_buffer, model)
             self.set_attributes_to_model(model)
             model.to(self.device, self.dtype)
             self._optimizers = model.configure_optimizers()
             self.load_checkpoint(model)
-            self._write_config()
             stack.callback(self._log.close)
-            resumes = self.checkpoint is not None
-            self._log.open(s.total_steps, self.env_steps, self.updates, resumes, s.console)
+            self._log.open(s.total_steps, s.console, self._config_texts(), self._resume_point())
             self.set_attributes_to_model(model)  # now with a writer, and where a resume stands
             model.train(True)
             snapshot = model.snapshot(self.updates)
             self._published_at, self._published_scalars = self.updates, snapshot.scalars
-            launcher.start(self._worker_specs(model, factory, s.workers), snapshot)
+            launcher.start(self._worker_specs(model, factory), snapshot)
             self._running_launcher = launcher
             try:
                 yield launcher
@@ -490,63 +508,59 @@ class Trainer:
         self._env_spec = env_spec
         model.build(env_spec)
         sample_spec = model.sample_spec
-        layout = StreamLayout(max(1, s.workers) * s.envs_per_worker, s.unroll_length)
+        layout = StreamLayout(s.num_streams, s.unroll_length)
         warmup = replay_buffer.warmup_env_steps
         owed_rows = max(0, s.total_steps - warmup) * s.samples_per_insert
         replay_buffer.seed(s.seed)
-        replay_buffer.build(
-            env_spec, sample_spec, layout, int(owed_rows / sample_spec.batch_size)
-        )
+        replay_buffer.build(env_spec, sample_spec, layout, int(owed_rows / sample_spec.batch_size))
         self._replay_buffer = replay_buffer
-        in_flight = 2 * layout.num_streams * s.unroll_length
-        self._limiter = SamplesPerInsert(
-            s.samples_per_insert, sample_spec.batch_size, warmup, in_flight
-        )
-        self._ledger = StreamLedger(layout.num_streams, record_actions=s.lockstep)
+        self._progress = self._new_progress(sample_spec.batch_size, warmup)
         self._log = RunLog(s.run_dir, self._tensorboard, self._sinks)
-        self._log_clock = Every(s.log_every_env_steps)
-        self._evaluation_clock = Every(s.evaluate_every_env_steps)
-        self._checkpoint_clock = Every(s.checkpoint_every_env_steps)
-        self.env_steps = self.updates = self._saved_at = 0
-        self._in_update = self.save_failed = False
+        self._saved_at, self.save_failed, self._in_update = 0, False, False
+
+    def _new_progress(self, batch_size: int, warmup_env_steps: int) -> Progress:
+        s = self.settings
+        in_flight = 2 * s.num_streams * s.unroll_length
+        return Progress(
+            SamplesPerInsert(s.samples_per_insert, batch_size, warmup_env_steps, in_flight),
+            StreamLedger(s.num_streams, record_actions=s.lockstep),
+            s.log_every_env_steps,
+            s.evaluate_every_env_steps,
+            s.checkpoint_every_env_steps,
+        )
 
     def _new_launcher(self, workers: int) -> Launcher:
-        launcher = self._launcher
-        if launcher is not None and not isinstance(launcher, str):
-            return launcher
+        if self._launcher is not None and not isinstance(self._launcher, str):
+            return self._launcher
         if workers == 0:
             inline: Launcher = resolve("actorlearner.launch.inline:InlineLauncher")()
             return inline
-        launch = dict(self.settings.launch)
-        target = launcher or launch.pop("target", "actorlearner.launch.local:LocalLauncher")
-        launch.pop("target", None)
-        made: Launcher = resolve(target, self.settings.trust)(
-            lockstep=self.settings.lockstep, **launch
-        )
-        return made
+        launch = {"target": "actorlearner.launch.local:LocalLauncher", **self.settings.launch}
+        target = self._launcher or launch["target"]
+        del launch["target"]
+        make = resolve(target, self.settings.trust)
+        local: Launcher = make(lockstep=self.settings.lockstep, **launch)
+        return local
 
-    def _worker_specs(
-        self, model: Agent, factory: GymEnvFactory, workers: int
-    ) -> list[WorkerSpec]:
+    def _worker_specs(self, model: Agent, factory: GymEnvFactory) -> list[WorkerSpec]:
         s = self.settings
         specs = []
-        for index, streams in enumerate(assign_streams(max(1, workers), s.envs_per_worker)):
-            sequence, states = self._ledger.going_on(streams)
-            specs.append(
-                WorkerSpec(
-                    index=index,
-                    streams=streams,
-                    num_streams=max(1, workers) * s.envs_per_worker,
-                    seed=s.seed,
-                    unroll_length=s.unroll_length,
-                    env_factory=factory,
-                    policy_factory=model.policy_factory(),
-                    env_spec=self._env_spec,
-                    seed_every_episode=s.lockstep,
-                    first_sequence=sequence,
-                    stream_states=states,
-                )
+        for index, streams in enumerate(assign_streams(max(1, s.workers), s.envs_per_worker)):
+            sequence, states = self._progress.ledger.going_on(streams)
+            spec = WorkerSpec(
+                index=index,
+                streams=streams,
+                num_streams=s.num_streams,
+                seed=s.seed,
+                unroll_length=s.unroll_length,
+                env_factory=factory,
+                policy_factory=model.policy_factory(),
+                env_spec=self._env_spec,
+                seed_every_episode=s.lockstep,
+                first_sequence=sequence,
+                stream_states=states,
             )
+            specs.append(spec)
         return specs
 
     @contextmanager
@@ -565,7 +579,7 @@ class Trainer:
 
     def _write_training(self, replay_buffer: Store) -> None:
         more = {f"replay/{name}": value for name, value in replay_buffer.metrics().items()}
-        more["replay/samples_per_insert"] = self._limiter.ratio()
+        more["replay/samples_per_insert"] = self._progress.limiter.ratio()
         more |= {f"policy/{name}": value for name, value in self._published_scalars.items()}
         for name, optimizer in self._optimizers.items():
             more[f"{name}/learning_rate"] = float(optimizer.param_groups[0]["lr"])
@@ -578,32 +592,18 @@ class Trainer:
         ):
             setattr(model, name, value)
 
-    def _refuse_used_run_dir(self) -> None:
-        run_dir = self.settings.run_dir
-        if run_dir is not None and self.checkpoint is None and (run_dir / "checkpoints").exists():
-            raise BadInput(
-                f"run_dir={run_dir}: holds the checkpoints of another run; go on from them with "
-                f"resume={run_dir}, or choose another run_dir"
-            )
-
     def _config_texts(self) -> dict[str, str]:
         """The configuration as files: with references resolved, and as it was written."""
         config = self.config
         if config is None:
-            values = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self.settings).items()}
+            values = {
+                k: str(v) if isinstance(v, Path) else v for k, v in asdict(self.settings).items()
+            }
             config = OmegaConf.create(values)
         return {
             "config.yaml": OmegaConf.to_yaml(config, resolve=True),
             "config_unresolved.yaml": OmegaConf.to_yaml(config),
         }
-
-    def _write_config(self) -> None:
-        run_dir = self.settings.run_dir
-        if run_dir is None:
-            return
-        run_dir.mkdir(parents=True, exist_ok=True)
-        for name, text in self._config_texts().items():
-            (run_dir / name).write_text(text)
 
     def _save(self, model: Agent) -> None:
         """Save if there is a run directory; a full disk ends no run, but it is told."""
@@ -619,29 +619,8 @@ class Trainer:
             self.save_failed, self._saved_at = False, self.env_steps
             logger.debug("saved %s", path)
 
-    @property
-    def is_saved(self) -> bool:
-        """Whether nothing would be lost by ending now."""
-        return self._saved_at == self.env_steps
-
-    def _state_dict(self) -> dict[str, Any]:
-        parts = self._parts()
-        return {
-            "env_steps": self.env_steps,
-            "updates": self.updates,
-            "parts": {name: part.state_dict() for name, part in parts.items()},
-            "random": random_states(),
-        }
-
-    def _parts(self) -> dict[str, Stateful]:
-        return {
-            "limiter": self._limiter,
-            "ledger": self._ledger,
-            "log": self._log,
-            "log_clock": self._log_clock,
-            "evaluation_clock": self._evaluation_clock,
-            "checkpoint_clock": self._checkpoint_clock,
-        }
+    def _resume_point(self) -> tuple[int, int] | None:
+        return None if self.checkpoint is None else (self.env_steps, self.updates)
 
     def _read_checkpoint(self, model: Agent, same_env: bool) -> dict[str, Any]:
         """Load the weights of ``checkpoint``; returns the other states that it holds.
@@ -676,7 +655,7 @@ class Trainer:
         except RuntimeError as error:  # torch names the parameters that do not fit
             raise CheckpointError(f"{where}: other agent settings: {error}") from error
         names = {name.removesuffix(".safetensors") for name in manifest.files}
-        return checkpoint.load(where, names & {"optimizers", "trainer", "replay"})
+        return checkpoint.load(where, names - {"agent"})
 
 
 def resolve_device(device: str) -> torch.device:

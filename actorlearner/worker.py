@@ -200,9 +200,7 @@ class EnvWorker:
                     "finite numbers"
                 )
 
-    def evaluate(
-        self, snapshot: Snapshot, request: EvaluationRequest
-    ) -> EvaluationResult:
+    def evaluate(self, snapshot: Snapshot, request: EvaluationRequest) -> EvaluationResult:
         """Greedy episodes with raw rewards; training environments are not touched.
 
         Episode ``i`` starts from a seed of its own, so the result depends neither on how many
@@ -277,7 +275,7 @@ class EnvWorker:
         for env in envs:
             try:
                 env.close()
-            except Exception as error:  # noqa: BLE001 - the others must be closed too
+            except Exception as error:  # the others must be closed too
                 errors.append(error)
         if errors:
             raise errors[0]

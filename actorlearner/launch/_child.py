@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -202,10 +203,8 @@ def _tell(
         failure = worker.failure(error)
     else:
         failure = Failure.of(index, env, "constructing the environment", error)
-    try:
+    with suppress(OSError):
         connection.send(("failure", failure))
-    except OSError:
-        pass
 
 
 def _collect(

@@ -467,6 +467,19 @@ def test_stale_feedback_is_dropped_and_counted():
     buffer.check_valid()
 
 
+def test_feedback_finds_its_rows_after_a_wrap():
+    """The keys of a batch name its own rows, wherever the ring has put them."""
+    buffer, _ = prioritised_buffer(alpha=1.0, batch_size=8)
+    add_unrolls(buffer, ScriptedWorker([0], 16, max_episode_length=1000, first_sequence=16), 3)
+    batch = buffer.sample()
+    buffer.feed_back(batch.keys, {"priority": np.full(8, 7.0)})
+    state = buffer.state_dict()
+    raised = state["priorities"]["leaves"] > 2
+    where = state["ring"]["rows"]["observation/where"][raised]
+    assert {tuple(w) for w in where.tolist()} == set(starts(batch))
+    assert buffer.metrics()["stale_feedback"] == 0
+
+
 def test_all_stale_feedback_changes_nothing():
     """Not even the highest priority seen."""
     buffer, _ = prioritised_buffer()
@@ -598,6 +611,7 @@ def test_state_round_trip(prioritized, num_unrolls):
     add_unrolls(buffer, worker, num_unrolls)
     keys = buffer.sample().keys
     buffer.feed_back(keys, {"priority": np.linspace(0, 3, len(keys))})
+    buffer.feed_back(np.array([-1]), {"priority": np.ones(1)})
     state = copy.deepcopy(buffer.state_dict())
 
     resumed = make_buffer(2, 4, **more)
@@ -614,13 +628,15 @@ def test_state_round_trip(prioritized, num_unrolls):
         assert_same_batches(buffer, resumed)
 
 
-def test_state_holds_only_what_is_filled():
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_state_holds_only_what_is_filled(prioritized):
     """And loading it leaves nothing of what the buffer held before."""
-    buffer = make_buffer(1, 4, capacity=4000, batch_size=500)
+    more = {"capacity": 4000, "batch_size": 500, "prioritized": prioritized}
+    buffer = make_buffer(1, 4, **more)
     add_unrolls(buffer, ScriptedWorker([0], 4), 2)
     state = copy.deepcopy(buffer.state_dict())
     assert all(len(array) == 8 for array in state["ring"]["rows"].values())
-    fuller = make_buffer(1, 4, capacity=4000, batch_size=500)
+    fuller = make_buffer(1, 4, **more)
     add_unrolls(fuller, ScriptedWorker([0], 4, seed=9), 50)
     fuller.load_state_dict(state)
     fuller.check_valid()
@@ -641,6 +657,7 @@ def test_resume_with_another_number_of_streams(num_streams, num_unrolls, priorit
         buffer.add(unroll)
         twin.add(unroll)
     resumed = make_buffer(num_streams, 4, **more)
+    resumed.add(ScriptedWorker(range(num_streams), 4, first_sequence=num_unrolls - 1).unroll())
     for _ in range(3):
         resumed.load_state_dict(copy.deepcopy(buffer.state_dict()))
         resumed.check_valid()
