@@ -97,6 +97,12 @@ class Manifest:
     info: dict[str, Any]
     files: dict[str, FileRecord]
 
+    @property
+    def states(self) -> set[str]:
+        """Names of the states that it holds."""
+        ending = ".safetensors"
+        return {name.removesuffix(ending) for name in self.files if name.endswith(ending)}
+
 
 # ------------------------------------------------------------------------------------- saving
 
@@ -435,11 +441,9 @@ def load(directory: str | Path, names: Iterable[str]) -> dict[str, Any]:
     manifest = read_manifest(directory)
     states: dict[str, Any] = {}
     for name in names:
-        if f"{name}.safetensors" not in manifest.files:
-            held = sorted(Path(f).stem for f in manifest.files if f.endswith(".safetensors"))
-            raise CheckpointError(
-                f"{directory}: holds no {name!r}, only {', '.join(held) or 'texts'}"
-            )
+        if name not in manifest.states:
+            held = ", ".join(sorted(manifest.states)) or "texts"
+            raise CheckpointError(f"{directory}: holds no {name!r}, only {held}")
         try:
             tensors = safetensors.torch.load_file(
                 _verify_file(directory, f"{name}.safetensors", manifest)

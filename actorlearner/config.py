@@ -82,10 +82,13 @@ class Settings:
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
-    """The error text for ``key``, which is not one of ``known``."""
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(sorted(known))}"
-    return f"{key}: there is no such setting; {hint}"
+    """The error text for ``key``, which is not one of ``known``: the nearest, or its neighbours."""
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    if near:
+        return f"{key}: there is no such setting; did you mean {near[0]}?"
+    group = key.rpartition(".")[0]
+    inside = [name for name in known if name.rpartition(".")[0] == group] or known
+    return f"{key}: there is no such setting; there are: {', '.join(sorted(inside))}"
 
 
 def _convert(value: Any, annotation: Any, key: str) -> Any:

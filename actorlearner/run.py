@@ -70,7 +70,9 @@ def _through_hydra(arguments: list[str]) -> int:
             sys.exit(codes[-1])  # interrupted: the jobs that are left don't start
 
     sys.argv = ["python -m actorlearner.run", *arguments]
-    hydra.main(_VERSION_BASE, str(config_dir()), "config")(job)()
+    hydra.main(version_base=_VERSION_BASE, config_path=str(config_dir()), config_name="config")(
+        job
+    )()
     return max(codes)
 
 
@@ -140,10 +142,14 @@ def _explain(error: HydraException, given: Mapping[str, Any], defaults: DictConf
 
 
 def _dotted_keys(tree: Any, prefix: str = "") -> list[str]:
-    if not isinstance(tree, dict):
+    """Every leaf of ``tree``; an empty mapping is a leaf."""
+    if not isinstance(tree, dict) or not tree:
         return [prefix]
-    inner = [k for name, part in tree.items() for k in _dotted_keys(part, f"{prefix}.{name}")]
-    return [key.lstrip(".") for key in [*([prefix] if prefix else []), *inner]]
+    return [
+        key
+        for name, part in tree.items()
+        for key in _dotted_keys(part, f"{prefix}.{name}" if prefix else str(name))
+    ]
 
 
 def _saved_config(path: Path, given: Mapping[str, Any]) -> DictConfig:

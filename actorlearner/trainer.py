@@ -654,8 +654,7 @@ class Trainer:
             model.load_state_dict(checkpoint.load(where, ["agent"])["agent"])
         except RuntimeError as error:  # torch names the parameters that do not fit
             raise CheckpointError(f"{where}: other agent settings: {error}") from error
-        names = {name.removesuffix(".safetensors") for name in manifest.files}
-        return checkpoint.load(where, names - {"agent"})
+        return checkpoint.load(where, manifest.states - {"agent"})
 
 
 def resolve_device(device: str) -> torch.device:
