@@ -13,9 +13,12 @@ import operator
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
+
+import numpy as np
 
 from actorlearner.contracts import SettingError
 
@@ -123,15 +126,20 @@ def _convert(value: Any, annotation: Any, key: str) -> Any:
             raise SettingError(f"{key}={value!r}: a mapping is needed")
         return dict(value)
     if isinstance(annotation, type) and issubclass(annotation, Settings):
-        return value if isinstance(value, annotation) else annotation.make(value)
+        if isinstance(value, annotation):
+            return value
+        return annotation.make(_convert(value, dict[str, Any], key))
     return _convert_scalar(value, annotation, key)
 
 
 def _convert_scalar(value: Any, annotation: Any, key: str) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if annotation is float and is_number:
-        return float(value)
-    if annotation is int and is_number and float(value).is_integer():
+        with suppress(OverflowError):  # an integer beyond every float
+            return float(value)
+    if annotation is int and is_number and (isinstance(value, int) or value.is_integer()):
         return int(value)
     if annotation in (bool, str) and isinstance(value, annotation):
         return value

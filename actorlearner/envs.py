@@ -85,10 +85,11 @@ class GymEnvFactory:
                 "give its class, or a function that makes one"
             )
         if isinstance(env, str):
-            if ":" in env:
-                _import(env.partition(":")[0], "env.id")
+            module, _, name = env.rpartition(":")
+            if module:
+                _import(module, "env.id")
             try:
-                spec = gymnasium.spec(env)
+                spec = gymnasium.spec(name)
             except gymnasium.error.Error as error:
                 raise BadInput(
                     f"env.id={env}: {error}; module:Id imports a module first"
@@ -140,19 +141,20 @@ class EnvAdapter:
         """
         self._env = env
         observation_space, action_space = env.observation_space, env.action_space
-        leaves = dict(_leaves(observation_space, (), name))
-        self._is_plain = not isinstance(observation_space, spaces.Dict | spaces.Tuple)
-        self._leaves = [(key, path, _offset(space)) for key, (path, space) in leaves.items()]
+        found = _leaves(observation_space, (), name)
+        leaves = dict(found)
+        if len(leaves) < len(found):
+            keys = [key for key, _ in found]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise UnsupportedSpace(f"{name}: two parts of its observation space are called {twice}")
         self._action_offset = _offset(action_space)
         action = _array_spec(action_space, name, "its action space")
         self._action_is_scalar = action.is_discrete
-        self.spec = EnvSpec(
-            name,
-            {key: _array_spec(space, name, key) for key, (_, space) in leaves.items()},
-            action,
-            str(observation_space),
-            str(action_space),
-        )
+        specs = {key: _array_spec(space, name, key) for key, (_, space) in leaves.items()}
+        self.spec = EnvSpec(name, specs, action, str(observation_space), str(action_space))
+        self._leaves = [
+            (key, path, _offset(space), specs[key].shape) for key, (path, space) in leaves.items()
+        ]
 
     def reset(self, seed: int | None) -> Observation:
         """Start an episode; ``seed`` None goes on with the environment's own generator.
@@ -160,39 +162,49 @@ class EnvAdapter:
         Raises:
             BadInput: the observation has not the shape that the space promises.
         """
-        observation = self._flatten(self._env.reset(seed=seed)[0])
-        for key, spec in self.spec.observation.items():
-            if np.shape(observation[key]) != spec.shape:
-                raise BadInput(
-                    f"{self.spec.name}: reset gave {key} of shape {np.shape(observation[key])}; "
-                    f"its observation space promises {spec.shape}"
-                )
-        return observation
+        return self._flatten(self._env.reset(seed=seed)[0], "reset")
 
     def step(self, action: Array) -> tuple[Observation, float, bool, bool]:
-        """One env step: observation, raw reward, terminated, truncated."""
+        """One env step: observation, raw reward, terminated, truncated.
+
+        Raises:
+            BadInput: the observation has not the shape that the space promises, or the reward is
+                not one number.
+        """
         if self._action_is_scalar:
             native: Any = int(action) + self._action_offset
         else:
-            native = action + (0 if self._action_offset is None else self._action_offset)
+            native = (
+                np.array(action) if self._action_offset is None else action + self._action_offset
+            )
         observation, reward, terminated, truncated, _ = self._env.step(native)
         if type(reward) is not float:
-            reward = float(np.asarray(reward).item())  # an array of one number is common
-        return self._flatten(observation), reward, bool(terminated), bool(truncated)
+            reward = self._number(reward)
+        return self._flatten(observation, "step"), reward, bool(terminated), bool(truncated)
+
+    def _number(self, reward: Any) -> float:
+        try:
+            return float(np.asarray(reward).item())  # an array of one number is common
+        except (TypeError, ValueError) as error:
+            raise BadInput(
+                f"{self.spec.name}: step gave the reward {reward!r}; it must be one number"
+            ) from error
 
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
 
-    def _flatten(self, observation: Any) -> Observation:
-        if self._is_plain:
-            offset = self._leaves[0][2]
-            return {OBSERVATION: observation if offset is None else observation - offset}
+    def _flatten(self, observation: Any, source: str) -> Observation:
         flat = {}
-        for key, path, offset in self._leaves:
+        for key, path, offset, shape in self._leaves:
             leaf = observation
             for part in path:
                 leaf = leaf[part]
+            if np.shape(leaf) != shape:  # an assignment would broadcast what fits
+                raise BadInput(
+                    f"{self.spec.name}: {source} gave {key} of shape {np.shape(leaf)}; "
+                    f"its observation space promises {shape}"
+                )
             flat[key] = leaf if offset is None else leaf - offset
         return flat
 

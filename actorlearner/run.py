@@ -7,22 +7,27 @@ other codes: 0 finished, 1 failed (or interrupted and unsaved), 3 finished but a
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from actorlearner.config import config_dir, resolve, unknown_key
+from actorlearner.config import Settings, config_dir, resolve, unknown_key
 from actorlearner.contracts import ActorLearnerError, BadInput, CheckpointError
 from actorlearner.launch.local import start_processes
 
@@ -31,6 +36,24 @@ logger = logging.getLogger(__name__)
 _GROUPS = ("env", "agent", "replay", "evaluation", "launch", "trainer", "experiment")
 _THROUGH_HYDRA = ("-m", "--multirun", "-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info")
 _VERSION_BASE = "1.3"
+_PATHS = ("run_dir", "resume", "ckpt")
+_MUST_HAVE = {"env": "factory", "agent": "training_steps", "replay": "sample"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandSettings(Settings):
+    """Settings of the command line alone."""
+
+    experiment: str = "unnamed"
+    """Names the directory of the runs."""
+    resume: str | None = None
+    """A run or a checkpoint to go on from, or ``auto``."""
+    ckpt: str | None = None
+    """A run or a checkpoint to evaluate."""
+    eval_only: bool = False
+    """Evaluate, and train nothing."""
+    imports: tuple[str, ...] = ()
+    """Modules to import first, in workers too."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +71,7 @@ def _told_plainly(job: Callable[[], int]) -> int:
     try:
         return job()
     except BadInput as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
         return 2
     except ActorLearnerError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -64,11 +87,18 @@ def _through_hydra(arguments: list[str]) -> int:
     """Multirun, ``--help`` and ``--cfg``."""
     codes = [0]
 
-    def job(config: DictConfig) -> None:
-        codes.append(_told_plainly(lambda: _run(config)))
+    def job(_: DictConfig) -> None:
+        # Composed anew: Hydra does not know that a checkpoint brings its own settings.
+        GlobalHydra.instance().clear()
+        own = HydraConfig.get()
+        sources = own.runtime.config_sources
+        dirs = [f"--config-dir={s.path}" for s in sources if s.provider == "command-line"]
+        codes.append(_told_plainly(lambda: _run(_compose([*dirs, *own.overrides.task]))))
         if codes[-1] >= 128:
             sys.exit(codes[-1])  # interrupted: the jobs that are left don't start
 
+    # argparse wants all settings in a row.
+    arguments = sorted(arguments, key=lambda a: "=" in a and not a.startswith("-"))
     sys.argv = ["python -m actorlearner.run", *arguments]
     hydra.main(version_base=_VERSION_BASE, config_path=str(config_dir()), config_name="config")(
         job
@@ -86,7 +116,7 @@ def _compose(arguments: Sequence[str]) -> DictConfig:
     for key in ("ckpt", "resume"):
         path = given.get(key)
         if path not in (None, "auto"):
-            return _saved_config(Path(str(path)), given)
+            return _saved_config(key, Path(str(path)), given)
     if config_dirs:
         search = ",".join(f"file://{Path(d).absolute()}" for d in config_dirs)
         overrides = [*overrides, f"hydra.searchpath=[{search}]"]
@@ -94,16 +124,16 @@ def _compose(arguments: Sequence[str]) -> DictConfig:
         with hydra.initialize_config_dir(str(config_dir()), version_base=_VERSION_BASE):
             try:
                 config = hydra.compose("config", overrides)
-            except HydraException as error:
+            except (HydraException, ValueError) as error:
                 raise BadInput(_explain(error, given, hydra.compose("config"))) from error
     except OmegaConfBaseException as error:
         raise BadInput(str(error)) from error
     if config.resume == "auto":
         from actorlearner import checkpoint
 
-        newest = checkpoint.newest_run(config.run_dir or Path("runs") / config.experiment)
+        newest = checkpoint.newest_run(config.run_dir or _runs_of(config))
         if newest is not None:
-            return _saved_config(newest, given)
+            return _saved_config("resume", newest, given)
         logger.info("resume=auto: no checkpoint yet, starting afresh")
         config.resume = None
     return config
@@ -117,28 +147,50 @@ def _split_config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         name, _, value = argument.partition("=")
         if name in ("--config-dir", "-cd"):
             config_dirs.append(value or (waiting.pop(0) if waiting else ""))
+            if not config_dirs[-1] or not Path(config_dirs[-1]).is_dir():
+                raise BadInput(f"{name} {config_dirs[-1]}: there is no such directory")
         elif argument.startswith("-"):
             raise BadInput(f"{argument}: there is no such option; settings read key=value")
         else:
-            overrides.append(argument)
+            overrides.append(_quoted_path(argument))
     return overrides, config_dirs
 
 
+def _quoted_path(override: str) -> str:
+    """``override`` with its value in quotes if that is a path, which may hold any character."""
+    key, _, value = override.partition("=")
+    if key not in _PATHS or value in ("", "null") or value[0] in "\"'":
+        return override
+    return f"{key}='{value}'" if "'" not in value else f'{key}="{value}"'
+
+
 def _parse(overrides: Sequence[str]) -> dict[str, Any]:
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise BadInput(str(error).replace("\n", " ")) from error
-    return {override.key_or_group: override.value() for override in parsed}
+    """Key and value of each override."""
+    given = {}
+    parser = OverridesParser.create()
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            raise BadInput(f"{text}: {error}") from error
+        if override.is_delete():
+            raise BadInput(f"{text}: a setting can't be deleted; key=value changes it")
+        given[override.key_or_group] = override.value()
+    return given
 
 
-def _explain(error: HydraException, given: Mapping[str, Any], defaults: DictConfig) -> str:
-    """What is wrong with the command line, in one line."""
+def _explain(error: Exception, given: Mapping[str, Any], defaults: DictConfig) -> str:
+    """What is wrong with the command line."""
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, choice = str(error.missing_cfg_file).partition("/")
+        return f"{group}={choice}: there is no such choice; there are: {', '.join(error.options)}"
     known = _dotted_keys(OmegaConf.to_container(defaults, resolve=False))
-    for key in given:
+    for key, value in given.items():
+        if key in _GROUPS and not isinstance(value, str):
+            return f"{key}={value}: the name of a choice is needed"
         if key not in known and key not in _GROUPS and not key.startswith("hydra"):
             return unknown_key(key, known)
-    return " ".join(str(error).split())
+    return str(error)
 
 
 def _dotted_keys(tree: Any, prefix: str = "") -> list[str]:
@@ -152,8 +204,14 @@ def _dotted_keys(tree: Any, prefix: str = "") -> list[str]:
     ]
 
 
-def _saved_config(path: Path, given: Mapping[str, Any]) -> DictConfig:
-    """The unresolved configuration of a checkpoint with what was given on the command line."""
+def _saved_config(key: str, path: Path, given: Mapping[str, Any]) -> DictConfig:
+    """The unresolved configuration of a checkpoint with what was given on the command line.
+
+    Args:
+        key: ``resume`` or ``ckpt``.
+        path: of a run, a checkpoint or a file in it.
+        given: key and value of each override.
+    """
     from actorlearner import checkpoint
 
     where = checkpoint.find(path)
@@ -163,23 +221,24 @@ def _saved_config(path: Path, given: Mapping[str, Any]) -> DictConfig:
             f"{where}: was written by a Python script, which alone knows its environment and "
             "agent: use Trainer(checkpoint=...) there"
         )
+    saved.trust = []  # a checkpoint may be a stranger's: only who runs it says whom to trust
     was = OmegaConf.to_container(saved, resolve=True)
     known = _dotted_keys(OmegaConf.to_container(saved, resolve=False))
-    for key, value in given.items():
-        if key in _GROUPS:
+    for name, value in given.items():
+        if name in _GROUPS:
             raise BadInput(
-                f"{key}={value}: a checkpoint keeps its {key}; single settings can be changed, "
-                f"such as {next((k for k in known if k.startswith(key + '.')), 'seed')}=..."
+                f"{name}={value}: a checkpoint keeps its {name}; single settings can be changed, "
+                f"such as {next((k for k in known if k.startswith(name + '.')), 'seed')}=..."
             )
-        if key not in known:
-            raise BadInput(unknown_key(key, known))
-        OmegaConf.update(saved, key, value)
+        if name not in known:
+            raise BadInput(unknown_key(name, known))
+        OmegaConf.update(saved, name, value)
     is_evaluation = bool(given.get("eval_only"))
-    saved.eval_only = is_evaluation
-    saved.ckpt, saved.resume = (str(where), None) if is_evaluation else (None, str(where))
+    saved.eval_only, saved.ckpt, saved.resume = is_evaluation, None, None
+    saved[key] = str(where)
     if "run_dir" not in given:
         saved.run_dir = None if is_evaluation else str(where.parent.parent)
-    elif not is_evaluation:
+    elif not is_evaluation and Path(saved.run_dir).absolute() != where.parent.parent:
         logger.info("going on in another run directory: %s", saved.run_dir)
     _tell_differences(was, OmegaConf.to_container(saved, resolve=True))
     return saved
@@ -201,29 +260,32 @@ def _tell_differences(was: Any, now: Any, prefix: str = "") -> None:
 
 def _run(config: DictConfig) -> int:
     """Build what ``config`` names, and train or evaluate."""
-    if config.eval_only and config.ckpt is None:
-        raise BadInput("ckpt=null: --eval-only needs ckpt=RUN_DIR_or_FILE")
-    if config.ckpt is not None and not config.eval_only:
-        raise BadInput(f"ckpt={config.ckpt}: goes with --eval-only; to train on, resume=...")
-    if not config.eval_only and config.workers != 0:
-        start_processes()  # loads torch beside what follows, which needs seconds
-    from actorlearner.trainer import Trainer, TrainerSettings
-
     try:
         tree: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
     except OmegaConfBaseException as error:
         raise BadInput(str(error)) from error
-    known = {*TrainerSettings.root, *_GROUPS, "resume", "ckpt", "eval_only", "imports"}
+    own = [item.name for item in fields(CommandSettings)]
+    command = CommandSettings.make({name: tree[name] for name in own if name in tree})
+    if command.eval_only and command.ckpt is None:
+        raise BadInput("ckpt=null: --eval-only needs ckpt=RUN_DIR_or_FILE")
+    if command.ckpt is not None and not command.eval_only:
+        raise BadInput(f"ckpt={command.ckpt}: goes with --eval-only; to train on, resume=...")
+    forks = tree["launch"].get("start_method") in ("auto", "forkserver")
+    if forks and not command.eval_only and tree["workers"] != 0:
+        start_processes()  # loads torch beside what follows, which needs seconds
+    from actorlearner.trainer import Trainer, TrainerSettings
+
+    known = {*TrainerSettings.root, *_GROUPS, *own}
     for name in tree:
         if name not in known:
             raise BadInput(unknown_key(name, sorted(known)))
-    if not config.eval_only and config.run_dir is None:
-        config.run_dir = str(_new_run_dir(Path("runs") / config.experiment))
-    trainer = Trainer.from_config(config, checkpoint=config.ckpt or config.resume)
+    if not command.eval_only and config.run_dir is None:
+        config.run_dir = str(_new_run_dir(_runs_of(config)))
+    trainer = Trainer.from_config(config, checkpoint=command.ckpt or command.resume)
     trust = trainer.settings.trust
-    factory = _make(tree["env"], "env", trust).factory(tuple(tree["imports"]))
+    factory = _make(tree["env"], "env", trust).factory(command.imports)
     agent = _make(tree["agent"], "agent", trust)
-    if config.eval_only:
+    if command.eval_only:
         return _evaluate(trainer, factory, agent)
     return _train(trainer, factory, _make(tree["replay"], "replay", trust), agent)
 
@@ -245,9 +307,10 @@ def _train(trainer: Any, factory: Any, replay_buffer: Any, agent: Any) -> int:
     logger.info(
         "Finished at %s env steps: evaluation return %.1f ± %.1f over %d episodes.\n"
         "Results are in %s; to evaluate again: "
-        "python -m actorlearner.run --eval-only ckpt=%s",
+        "python -m actorlearner.run --eval-only %s",
         f"{trainer.env_steps:,}", metrics["evaluation/return_mean"],
-        metrics["evaluation/return_std"], metrics["evaluation/episodes"], run_dir, run_dir,
+        metrics["evaluation/return_std"], metrics["evaluation/episodes"], run_dir,
+        shlex.quote(f"ckpt={run_dir}"),
     )  # fmt: skip
     return 3 if trainer.save_failed else 0
 
@@ -272,7 +335,19 @@ def _make(node: Mapping[str, Any], group: str, trust: Sequence[str]) -> Any:
     target = settings.pop("target", None)
     if not isinstance(target, str):
         raise BadInput(f"{group}.target={target}: must read package.module:Name")
-    return resolve(target, trust)(**settings)
+    component = resolve(target, trust)
+    if not (isinstance(component, type) and hasattr(component, _MUST_HAVE[group])):
+        # The text may be a stranger's, and this package has more than components.
+        raise BadInput(f"{group}.target={target}: must be a class with {_MUST_HAVE[group]}()")
+    try:
+        inspect.signature(component).bind(**settings)
+    except TypeError as error:
+        raise BadInput(f"{group}: {target}: {error}") from error
+    return component(**settings)
+
+
+def _runs_of(config: DictConfig) -> Path:
+    return Path("runs", str(config.get("experiment", CommandSettings.experiment)))
 
 
 def _new_run_dir(parent: Path) -> Path:

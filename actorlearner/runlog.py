@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from actorlearner.contracts import EvaluationResult, MetricSink, Unroll
+from actorlearner.contracts import BadInput, EvaluationResult, MetricSink, Unroll
 from actorlearner.evaluate import summarise
 from actorlearner.metrics import (
     ConsoleMode,
@@ -24,13 +24,7 @@ from actorlearner.metrics import (
     TimeSplit,
 )
 
-_ON_CONSOLE = (
-    "speed/env_steps_per_s",
-    "speed/updates_per_s",
-    "train/return_mean",
-    "*/loss",
-    "evaluation/return_mean",
-)
+_ON_CONSOLE = ("*/loss", "train/return_mean", "evaluation/return_mean", "speed/updates_per_s")
 
 
 class RunLog:
@@ -94,7 +88,10 @@ class RunLog:
             env_steps, self._counts = resumes_at[0], resumes_at
         resumes = resumes_at is not None
         if self._run_dir is not None:
-            self._run_dir.mkdir(parents=True, exist_ok=True)
+            try:
+                self._run_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise BadInput(f"run_dir={self._run_dir}: {error.strerror}") from error
             for name, text in texts.items():
                 (self._run_dir / name).write_text(text)
             self._file = logging.FileHandler(self._run_dir / "run.log")

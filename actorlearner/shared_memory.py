@@ -7,6 +7,7 @@ they are started.
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import os
@@ -17,6 +18,7 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 import numpy as np
+import psutil
 
 from actorlearner.contracts import Array, ArraySpec
 
@@ -40,6 +42,8 @@ class SharedArrays:
             OSError: there isn't enough memory; said now, where later it would be a SIGBUS.
         """
         size = max(1, _offsets(specs)[1])
+        if size > psutil.virtual_memory().available:  # Linux would kill a process instead
+            raise OSError(errno.ENOMEM, f"{size:,} bytes of shared memory: there isn't that much")
         if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("actorlearner", os.MFD_CLOEXEC)
         else:

@@ -74,6 +74,7 @@ class StreamLedger:
     def _begin(self, stream: int, episode: int) -> None:
         self._episode[stream] = episode
         self._actions[stream] = []
+        self._observation[stream] = {}
 
     def going_on(self, streams: Sequence[int]) -> tuple[int, tuple[StreamState, ...]]:
         """For a worker that goes on with ``streams``: its first sequence, and their states.
@@ -83,7 +84,8 @@ class StreamLedger:
         last = [self._sequence[stream] for stream in streams]
         if max(last) < 0:
             return 0, ()
-        rebuild = self._record_actions and len(set(last)) == 1
+        recorded = self._record_actions and all(self._observation[stream] for stream in streams)
+        rebuild = recorded and len(set(last)) == 1
         if not rebuild:
             return max(last) + 2, tuple(StreamState(self._episode[s] + 1) for s in streams)
         states = tuple(

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -19,7 +18,13 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from actorlearner import checkpoint
-from actorlearner.config import Settings, resolve, setting
+from actorlearner.assembly import (
+    learner_threads,
+    make_launcher,
+    resolve_device,
+    worker_specs,
+)
+from actorlearner.config import Settings, setting
 from actorlearner.contracts import (
     Agent,
     BadInput,
@@ -28,11 +33,9 @@ from actorlearner.contracts import (
     Launcher,
     MetricSink,
     NonFiniteError,
-    SettingError,
     Snapshot,
     Store,
     StreamLayout,
-    WorkerSpec,
 )
 from actorlearner.envs import EnvLike, GymEnvFactory
 from actorlearner.evaluate import EvaluationSettings, summarise
@@ -42,7 +45,7 @@ from actorlearner.progress import Progress
 from actorlearner.randomness import seed_everything
 from actorlearner.runlog import RunLog
 from actorlearner.schedules import SamplesPerInsert
-from actorlearner.streams import StreamLedger, assign_streams
+from actorlearner.streams import StreamLedger
 
 logger = logging.getLogger(__name__)
 
@@ -377,19 +380,19 @@ class Trainer:
         if self.checkpoint is None:
             raise CheckpointError("evaluation needs checkpoint=RUN_DIR_or_FILE")
         factory = GymEnvFactory.of(env)
-        with self._threads(), Interrupts() as interrupts, self._new_launcher(0) as launcher:
+        alone = replace(self.settings, workers=0)
+        with learner_threads(alone), make_launcher(alone, None) as launcher:
             self._env_spec = launcher.probe(factory)
             model.build(self._env_spec)
             self.set_attributes_to_model(model)
             model.to(self.device, self.dtype)
-            state = self._read_checkpoint(model, same_env=False)["progress"]
-            self._progress.env_steps, self._progress.updates = state["env_steps"], state["updates"]
+            state = self._read_checkpoint(model, ["progress"], same_env=False)["progress"]
+            env_steps, updates = state["env_steps"], state["updates"]
             model.train(False)
-            snapshot = model.snapshot(self.updates)
-            launcher.start(self._worker_specs(model, factory)[:1], snapshot)
-            request = self.settings.evaluation.request(self.env_steps)
-            result = launcher.evaluate(snapshot, request)
-            interrupts.raise_if_any()
+            snapshot = model.snapshot(updates)
+            ledger = StreamLedger(alone.num_streams, record_actions=False)
+            launcher.start(worker_specs(alone, ledger, factory, self._env_spec, model), snapshot)
+            result = launcher.evaluate(snapshot, self.settings.evaluation.request(env_steps))
         return summarise(result)
 
     def set_attributes_to_model(self, model: Agent) -> None:
@@ -450,12 +453,13 @@ class Trainer:
         """
         if self.checkpoint is None:
             return
-        states = self._read_checkpoint(model, same_env=True)
+        names = ["optimizers", "progress", "log", *(["replay"] if self._replay_buffer.save else [])]
+        states = self._read_checkpoint(model, names, same_env=True)
         for name, optimizer in self._optimizers.items():
             optimizer.load_state_dict(states["optimizers"][name])
         self._progress.load_state_dict(states["progress"])
         self._log.load_state_dict(states["log"])
-        if "replay" in states and self._replay_buffer.save:
+        if "replay" in states:
             self._replay_buffer.load_state_dict(states["replay"])
         else:
             logger.info("the checkpoint brings no replay: the warm-up begins anew")
@@ -472,8 +476,8 @@ class Trainer:
         factory = GymEnvFactory.of(env)
         with ExitStack() as stack:
             self._interrupts = stack.enter_context(Interrupts())
-            stack.enter_context(self._threads())
-            launcher = stack.enter_context(self._new_launcher(s.workers))
+            stack.enter_context(learner_threads(s))
+            launcher = stack.enter_context(make_launcher(s, self._launcher))
             if self.checkpoint is None and s.run_dir is not None:
                 checkpoint.refuse_used(s.run_dir)
             self._build(launcher.probe(factory), replay_buffer, model)
@@ -487,7 +491,8 @@ class Trainer:
             model.train(True)
             snapshot = model.snapshot(self.updates)
             self._published_at, self._published_scalars = self.updates, snapshot.scalars
-            launcher.start(self._worker_specs(model, factory), snapshot)
+            specs = worker_specs(s, self._progress.ledger, factory, self._env_spec, model)
+            launcher.start(specs, snapshot)
             self._running_launcher = launcher
             try:
                 yield launcher
@@ -528,52 +533,6 @@ class Trainer:
             s.evaluate_every_env_steps,
             s.checkpoint_every_env_steps,
         )
-
-    def _new_launcher(self, workers: int) -> Launcher:
-        if self._launcher is not None and not isinstance(self._launcher, str):
-            return self._launcher
-        if workers == 0:
-            inline: Launcher = resolve("actorlearner.launch.inline:InlineLauncher")()
-            return inline
-        launch = {"target": "actorlearner.launch.local:LocalLauncher", **self.settings.launch}
-        target = self._launcher or launch["target"]
-        del launch["target"]
-        make = resolve(target, self.settings.trust)
-        local: Launcher = make(lockstep=self.settings.lockstep, **launch)
-        return local
-
-    def _worker_specs(self, model: Agent, factory: GymEnvFactory) -> list[WorkerSpec]:
-        s = self.settings
-        specs = []
-        for index, streams in enumerate(assign_streams(max(1, s.workers), s.envs_per_worker)):
-            sequence, states = self._progress.ledger.going_on(streams)
-            spec = WorkerSpec(
-                index=index,
-                streams=streams,
-                num_streams=s.num_streams,
-                seed=s.seed,
-                unroll_length=s.unroll_length,
-                env_factory=factory,
-                policy_factory=model.policy_factory(),
-                env_spec=self._env_spec,
-                seed_every_episode=s.lockstep,
-                first_sequence=sequence,
-                stream_states=states,
-            )
-            specs.append(spec)
-        return specs
-
-    @contextmanager
-    def _threads(self) -> Iterator[None]:
-        """Leave the workers a core each, and in lockstep use one thread: sums keep their order."""
-        before = torch.get_num_threads()
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        wanted = 1 if self.settings.lockstep else max(1, (cores or 1) - self.settings.workers)
-        torch.set_num_threads(wanted)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
 
     # ---------------------------------------------------------------- the log, checkpoints
 
@@ -622,11 +581,14 @@ class Trainer:
     def _resume_point(self) -> tuple[int, int] | None:
         return None if self.checkpoint is None else (self.env_steps, self.updates)
 
-    def _read_checkpoint(self, model: Agent, same_env: bool) -> dict[str, Any]:
-        """Load the weights of ``checkpoint``; returns the other states that it holds.
+    def _read_checkpoint(
+        self, model: Agent, names: Sequence[str], same_env: bool
+    ) -> dict[str, Any]:
+        """Load the weights of ``checkpoint``; returns those of the states ``names`` that it holds.
 
         Args:
             model: takes the weights.
+            names: of other states.
             same_env: insist on the environment's name too, not only on its spaces.
 
         Raises:
@@ -635,43 +597,21 @@ class Trainer:
         assert self.checkpoint is not None
         where = checkpoint.find(self.checkpoint)
         manifest = checkpoint.read_manifest(where)
-        agent, mine = manifest.info.get("agent"), _target_of(model)
-        if agent != mine:
-            raise CheckpointError(f"{where}: holds the agent {agent}, not {mine}")
-        theirs, ours = manifest.info.get("env", {}), asdict(self._env_spec)
-        if same_env and theirs.get("name") != ours["name"]:
-            raise CheckpointError(
-                f"{where}: was trained on {theirs.get('name')}, not {ours['name']}; "
-                "start a new run for another environment"
-            )
-        for part in ("observation", "action"):
-            if json.dumps(theirs.get(part)) != json.dumps(ours[part]):
+        agent, env = manifest.info.get("agent"), manifest.info.get("env", {})
+        if agent != _target_of(model):
+            raise CheckpointError(f"{where}: holds {agent}, not {_target_of(model)}")
+        ours = json.loads(json.dumps(asdict(self._env_spec)))  # tuples become lists, as in there
+        for part in ("name", "observation", "action") if same_env else ("observation", "action"):
+            if env.get(part) != ours[part]:
                 raise CheckpointError(
-                    f"{where}: was trained on {theirs.get('name')} with {part}s {theirs.get(part)};"
-                    f" {self._env_spec.name} has {ours[part]}"
+                    f"{where}: was trained on {env.get('name')}, whose {part} is {env.get(part)}; "
+                    f"that of {ours['name']} is {ours[part]}. Start a new run for it"
                 )
         try:
             model.load_state_dict(checkpoint.load(where, ["agent"])["agent"])
         except RuntimeError as error:  # torch names the parameters that do not fit
             raise CheckpointError(f"{where}: other agent settings: {error}") from error
-        return checkpoint.load(where, manifest.states - {"agent"})
-
-
-def resolve_device(device: str) -> torch.device:
-    """The torch device that ``device`` names; auto takes a GPU if there is one.
-
-    Raises:
-        SettingError: no such device here.
-    """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        resolved = torch.device(device)
-        torch.empty(0, device=resolved)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise SettingError(f"device={device}: not to be had here: {reason}") from error
-    return resolved
+        return checkpoint.load(where, [name for name in names if name in manifest.states])
 
 
 def _target_of(model: Agent) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -68,8 +69,7 @@ class EnvWorker:
         self._lengths = np.zeros(count, np.int64)
         self._episodes = np.zeros(count, np.int64)
         states = spec.stream_states or tuple(StreamState(0) for _ in spec.streams)
-        for column, state in enumerate(states):
-            self._restore(column, state)
+        self._restore(states)
 
     def _make_policy(self, greedy: bool) -> Any:
         spec = self.spec
@@ -78,27 +78,39 @@ class EnvWorker:
         with torch.random.fork_rng(devices=[]):
             return spec.policy_factory(spec.env_spec, spec.streams, spec.num_streams, greedy)
 
-    def _restore(self, column: int, state: StreamState) -> None:
-        """Start the episode, and repeat the actions that were taken in it."""
-        self._start_episode(column, state.episode, seeded=True)
-        if state.actions is None or state.observation is None:
+    def _restore(self, states: Sequence[StreamState]) -> None:
+        """Start the episodes, and repeat the actions that were taken in them."""
+        for column, state in enumerate(states):
+            self._start_episode(column, state.episode, seeded=True)
+        differ = [column for column, state in enumerate(states) if not self._repeat(column, state)]
+        if not differ:
             return
+        streams = self.spec.streams
+        self.notes.append(
+            f"{self.spec.env_factory.name} gave other observations when streams "
+            f"{[streams[column] for column in differ]} repeated the actions of their episodes; "
+            f"the episodes of streams {list(streams)} were started anew"
+        )
+        # All of them, as there is one sequence for all: its gap says so to whoever stores.
+        self._sequence = self.spec.first_sequence + 1
+        self._needs_reset[:] = False
+        for column, state in enumerate(states):
+            self._start_episode(column, state.episode + 1, seeded=True)
+
+    def _repeat(self, column: int, state: StreamState) -> bool:
+        """Whether the actions of ``state`` lead to where it stood."""
+        if state.actions is None or state.observation is None:
+            return True
         self.phase = "repeating an episode"
         for action in state.actions:
+            if self._needs_reset[column]:
+                return False
             observation, _, terminated, truncated = self._step(column, action)
             self._put(column, observation)
             self._needs_reset[column] = terminated or truncated
         self._first[column] = len(state.actions) == 0
         wanted = state.observation
-        if any(not np.array_equal(self._observation[k][column], wanted[k]) for k in wanted):
-            self.notes.append(
-                f"{self.spec.env_factory.name} gave another observation when stream "
-                f"{self.spec.streams[column]} repeated the actions of its episode; "
-                "the episode was started anew"
-            )
-            self._needs_reset[column] = False
-            self._start_episode(column, state.episode + 1, seeded=True)
-            self._sequence = self.spec.first_sequence + 1  # the gap says so to whoever stores
+        return all(np.array_equal(self._observation[k][column], wanted[k]) for k in wanted)
 
     def _start_episode(self, column: int, episode: int, seeded: bool) -> None:
         self.phase = "reset"

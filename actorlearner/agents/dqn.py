@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ from actorlearner.contracts import (
 from actorlearner.networks import MLP, DuelingHead, FlatEncoder
 from actorlearner.schedules import check_knots, piecewise
 
+Schedule: TypeAlias = tuple[tuple[float, float], ...]
+
 
 @dataclass(frozen=True, kw_only=True)
 class DQNSettings(Settings):
@@ -36,8 +38,8 @@ class DQNSettings(Settings):
 
     group = "agent"
 
-    learning_rate: float = setting(1e-3, above=0)
-    """Of Adam."""
+    learning_rate: float | Schedule = setting(1e-3, low=0)
+    """Of Adam: a number, or knots (env steps, rate), linear between, constant after."""
     adam_epsilon: float = setting(1e-8, above=0)
     """Of Adam."""
     batch_size: int = setting(64, low=1)
@@ -56,18 +58,26 @@ class DQNSettings(Settings):
     """Width of each hidden layer."""
     target_every_updates: int = setting(250, low=1)
     """Updates between copies of the online into the target network."""
-    epsilon: tuple[tuple[float, float], ...] = setting(((0, 1.0), (10_000, 0.05)), low=0)
+    epsilon: Schedule = setting(((0, 1.0), (10_000, 0.05)), low=0)
     """Knots (env steps, probability of a random action), linear between, constant after."""
 
     def check(self) -> None:
-        """Knots must be sorted, probabilities at most 1."""
-        key = f"{self.key('epsilon')}={self.epsilon}"
+        """Knots must be sorted, probabilities at most 1, and something must be learned."""
+        if max(probability for _, probability in self._knots("epsilon")) > 1:
+            raise SettingError(f"{self.key('epsilon')}={self.epsilon}: a probability is at most 1")
+        if max(rate for _, rate in self._knots("learning_rate")) <= 0:
+            raise SettingError(
+                f"{self.key('learning_rate')}={self.learning_rate}: must be greater than 0"
+            )
+
+    def _knots(self, name: str) -> Schedule:
+        value = getattr(self, name)
+        knots: Schedule = value if isinstance(value, tuple) else ((0.0, value),)
         try:
-            check_knots(self.epsilon)
+            check_knots(knots)
         except ValueError as error:
-            raise SettingError(f"{key}: {error}") from error
-        if max(probability for _, probability in self.epsilon) > 1:
-            raise SettingError(f"{key}: a probability is at most 1")
+            raise SettingError(f"{self.key(name)}={value}: {error}") from error
+        return knots
 
 
 class QNetwork(nn.Module):
@@ -162,6 +172,7 @@ class DQN(nn.Module):
         super().__init__()
         self.settings = DQNSettings.make(settings)
         self.current_step = 0
+        self._optimizer: torch.optim.Optimizer | None = None
 
     def build(self, env_spec: EnvSpec) -> None:
         """See `contracts.Agent`."""
@@ -185,6 +196,12 @@ class DQN(nn.Module):
         """Probability of a random action now."""
         return piecewise(self.settings.epsilon, self.current_step)
 
+    @property
+    def learning_rate(self) -> float:
+        """Of the optimiser now."""
+        rate = self.settings.learning_rate
+        return piecewise(rate, self.current_step) if isinstance(rate, tuple) else rate
+
     def policy_factory(self) -> PolicyRecipe:
         """See `contracts.Agent`."""
         return PolicyRecipe(self.settings)
@@ -199,9 +216,10 @@ class DQN(nn.Module):
 
     def configure_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """See `contracts.Agent`."""
-        s = self.settings
-        adam = torch.optim.Adam(self.online.parameters(), lr=s.learning_rate, eps=s.adam_epsilon)
-        return {"q": adam}
+        self._optimizer = torch.optim.Adam(
+            self.online.parameters(), lr=self.learning_rate, eps=self.settings.adam_epsilon
+        )
+        return {"q": self._optimizer}
 
     def training_steps(self) -> dict[str, Callable[[Batch], StepOutput]]:
         """See `contracts.Agent`."""
@@ -232,5 +250,7 @@ class DQN(nn.Module):
 
     def after_step(self, name: str, updates: int) -> None:
         """See `contracts.Agent`."""
+        for group in self._optimizer.param_groups if self._optimizer else []:
+            group["lr"] = self.learning_rate
         if updates % self.settings.target_every_updates == 0:
             self.target.load_state_dict(self.online.state_dict())

@@ -1,0 +1,105 @@
+"""From the Trainer's settings to the parts of a run: device, threads, launcher, workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from actorlearner.config import resolve
+from actorlearner.contracts import (
+    Agent,
+    EnvFactory,
+    EnvSpec,
+    Launcher,
+    SettingError,
+    WorkerSpec,
+)
+from actorlearner.streams import StreamLedger, assign_streams
+
+if TYPE_CHECKING:
+    from actorlearner.trainer import TrainerSettings
+
+_INLINE = "actorlearner.launch.inline:InlineLauncher"
+_LOCAL = "actorlearner.launch.local:LocalLauncher"
+
+
+def resolve_device(device: str) -> torch.device:
+    """The torch device that ``device`` names; auto takes a GPU if there is one.
+
+    Raises:
+        SettingError: no such device here.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+        torch.empty(0, device=resolved)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise SettingError(f"device={device}: not to be had here: {reason}") from error
+    return resolved
+
+
+@contextmanager
+def learner_threads(settings: TrainerSettings) -> Iterator[None]:
+    """Leave the workers a core each, and in lockstep use one thread: sums keep their order."""
+    before = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    wanted = 1 if settings.lockstep else max(1, (cores or 1) - settings.workers)
+    torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def make_launcher(settings: TrainerSettings, launcher: Launcher | str | None) -> Launcher:
+    """The launcher that was asked for.
+
+    Args:
+        settings: ``workers=0`` runs inline, whatever ``launch`` says.
+        launcher: an instance, taken as it is; a target; or None for that of ``launch``.
+    """
+    if launcher is not None and not isinstance(launcher, str):
+        return launcher
+    if settings.workers == 0 and launcher is None:
+        inline: Launcher = resolve(_INLINE)()
+        return inline
+    launch = {"target": _LOCAL, **settings.launch}
+    target = launcher or launch["target"]
+    del launch["target"]
+    made: Launcher = resolve(target, settings.trust)(lockstep=settings.lockstep, **launch)
+    return made
+
+
+def worker_specs(
+    settings: TrainerSettings,
+    ledger: StreamLedger,
+    factory: EnvFactory,
+    env_spec: EnvSpec,
+    model: Agent,
+) -> list[WorkerSpec]:
+    """What each worker is, and where its streams go on."""
+    specs = []
+    workers = max(1, settings.workers)
+    for index, streams in enumerate(assign_streams(workers, settings.envs_per_worker)):
+        sequence, states = ledger.going_on(streams)
+        spec = WorkerSpec(
+            index=index,
+            streams=streams,
+            num_streams=settings.num_streams,
+            seed=settings.seed,
+            unroll_length=settings.unroll_length,
+            env_factory=factory,
+            policy_factory=model.policy_factory(),
+            env_spec=env_spec,
+            seed_every_episode=settings.lockstep,
+            first_sequence=sequence,
+            stream_states=states,
+        )
+        specs.append(spec)
+    return specs
