@@ -13,10 +13,11 @@ _SAME_S = 0.5  # `timeout`, `uv run` and others signal both the process and its 
 
 
 class Interrupts:
-    """While it is entered, the first SIGINT or SIGTERM is only noted.
+    """While it is entered and `defer` was called, the first SIGINT or SIGTERM is only noted.
 
-    A second one, at least a moment later, acts at once. Outside the main thread, where Python
-    delivers no signals, it does nothing.
+    Before that, when there is nothing to save yet, it acts at once. A second one, at least a moment
+    later, acts at once too. Outside the main thread, where Python delivers no signals, it does
+    nothing.
 
     Attributes:
         signal: the one that came, or None.
@@ -27,6 +28,7 @@ class Interrupts:
         """Nothing has come yet."""
         self.signal: signal.Signals | None = None
         self.insists = False
+        self._deferred = False
         self._noted_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
@@ -47,6 +49,10 @@ class Interrupts:
             signal.signal(number, handler)
         self._before = {}
 
+    def defer(self) -> None:
+        """From now on note the first signal only."""
+        self._deferred = True
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
             if time.monotonic() - self._noted_at < _SAME_S:
@@ -55,6 +61,8 @@ class Interrupts:
             self._raise(signal.Signals(number))
         self._noted_at = time.monotonic()
         self.signal = signal.Signals(number)
+        if not self._deferred:
+            self._raise(self.signal)
 
     def raise_if_any(self) -> None:
         """End as the signal asked for.

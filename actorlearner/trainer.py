@@ -88,7 +88,7 @@ class TrainerSettings(Settings):
     """Of the learner: a torch device, or auto for a GPU if there is one."""
     lockstep: bool = False
     """Deterministic: one unroll from every worker, in order, then the updates owed."""
-    samples_per_insert: float = setting(8.0, above=0)
+    samples_per_insert: float = setting(8.0, above=0, below=float("inf"))
     """Rows sampled for updates per row inserted, after the warm-up."""
     run_dir: Path | None = None
     """Where everything is written; None writes nothing."""
@@ -494,6 +494,7 @@ class Trainer:
             specs = worker_specs(s, self._progress.ledger, factory, self._env_spec, model)
             launcher.start(specs, snapshot)
             self._running_launcher = launcher
+            self._interrupts.defer()
             try:
                 yield launcher
             except (Exception, KeyboardInterrupt, SystemExit):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from actorlearner.contracts import (
 )
 from actorlearner.envs import EnvAdapter
 from actorlearner.streams import stream_seed
+
+logger = logging.getLogger(__name__)
 
 EVALUATION_ENVS = 8
 """Environments that an evaluation steps together."""
@@ -56,7 +59,7 @@ class EnvWorker:
         self.phase = "constructing the environment"
         self._envs = []
         for _ in spec.streams:
-            self._envs.append(EnvAdapter(spec.env_factory(), spec.env_factory.name))
+            self._envs.append(_adapter(spec.env_factory))
         self.phase = "constructing the policy"
         self._policy = self._make_policy(greedy=False)
         count = len(spec.streams)
@@ -204,8 +207,8 @@ class EnvWorker:
         fields = {f"observation {key!r}": array for key, array in unroll.observation.items()}
         for name, array in {**fields, "reward": unroll.reward}.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
-                row, column = (int(i) for i in np.argwhere(~np.isfinite(array))[0][:2])
-                index = (row, column)
+                index = tuple(np.argwhere(~np.isfinite(array))[0])
+                row, column = index[:2]
                 raise NonFiniteError(
                     f"{name} is {array[index]} in stream {self.spec.streams[column]}, at or just "
                     f"before row {row} of unroll {self._sequence}; the environment must give "
@@ -229,7 +232,7 @@ class EnvWorker:
         count = min(EVALUATION_ENVS, request.episodes)
         self.phase = "constructing the environment"
         while len(self._envs) < count:
-            self._envs.append(EnvAdapter(spec.env_factory(), spec.env_factory.name))
+            self._envs.append(_adapter(spec.env_factory))
         self.phase = "constructing the policy"
         policy = self._make_policy(greedy=True)
         policy.load(snapshot)
@@ -281,23 +284,34 @@ class EnvWorker:
         return Failure.of(self.spec.index, self.spec.env_factory.name, self.phase, error)
 
     def close(self) -> None:
-        """Close every environment that was built, whatever one of them says to it."""
+        """Close every environment that was built, whatever one of them says to it. Idempotent."""
         envs, self._envs = self._envs, []
-        errors: list[Exception] = []
         for env in envs:
-            try:
-                env.close()
-            except Exception as error:  # the others must be closed too
-                errors.append(error)
-        if errors:
-            raise errors[0]
+            _close(env)
+
+
+def _close(env: EnvAdapter) -> None:
+    try:
+        env.close()
+    except Exception:  # must neither keep others open nor hide what came before
+        logger.warning("closing %s failed", env.spec.name, exc_info=True)
+
+
+def _adapter(factory: EnvFactory) -> EnvAdapter:
+    """A new environment, adapted, or closed if it can't be."""
+    env = factory()
+    try:
+        return EnvAdapter(env, factory.name)
+    except Exception:
+        env.close()
+        raise
 
 
 def probe(factory: EnvFactory) -> EnvSpec:
     """What ``factory`` makes, after a first look at what it really gives."""
-    adapter = EnvAdapter(factory(), factory.name)
+    adapter = _adapter(factory)
     try:
         adapter.reset(None)
         return adapter.spec
     finally:
-        adapter.close()
+        _close(adapter)

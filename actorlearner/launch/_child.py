@@ -33,6 +33,7 @@ from actorlearner.contracts import (
     WorkerSpec,
 )
 from actorlearner.shared_memory import DoubleBuffer, SharedArrays
+from actorlearner.streams import stream_seed
 
 if TYPE_CHECKING:
     from actorlearner.worker import EnvWorker
@@ -168,12 +169,13 @@ def run_child(role: str, index: int, env: str, payload: bytes, connection: Conne
     try:
         _arm({"probe": "al-probe", "evaluate": "al-evaluate"}.get(role, f"al-worker-{index}"))
         subject = cloudpickle.loads(payload)
-        from actorlearner.worker import EnvWorker, probe
+        from actorlearner.worker import EnvWorker, probe  # slow to load: after arming
 
         if role == "probe":
             connection.send(("result", probe(subject)))
             return
         worker = EnvWorker(subject)
+        _seed_global_generators(subject, role)
         if role == "evaluate":
             _evaluate(worker, connection, memory["snapshots"])
         else:
@@ -187,6 +189,15 @@ def run_child(role: str, index: int, env: str, payload: bytes, connection: Conne
     finally:
         if worker is not None:
             worker.close()
+
+
+def _seed_global_generators(spec: WorkerSpec, role: str) -> None:
+    """For environments that use them; without this all children of a fork server draw the same."""
+    from actorlearner.randomness import seed_everything
+
+    seed_everything(
+        stream_seed(spec.seed, spec.streams[0], spec.first_sequence, role == "evaluate")
+    )
 
 
 def _is_gone(connection: Connection) -> bool:

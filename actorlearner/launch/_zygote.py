@@ -1,15 +1,10 @@
 """What the fork server imports before it forks workers, and what a spawned worker imports first.
 
-The order matters: the number of threads is read when OpenMP and BLAS are loaded, and a process
-that is not armed yet would outlive its parent. Never import this in the learner.
+The order matters: a process that is not armed yet would outlive its parent. Never import this in
+the learner.
 """
 
 # ruff: noqa: E402 - the imports come last on purpose
-import os
-
-for _library in ("OMP", "OPENBLAS", "MKL", "VECLIB_MAXIMUM", "NUMEXPR"):
-    os.environ[f"{_library}_NUM_THREADS"] = "1"
-
 from actorlearner.launch._child import die_with_parent, leave_signals_to_the_learner
 
 leave_signals_to_the_learner()

@@ -39,7 +39,7 @@ class InlineLauncher(LauncherBase):
         """See `contracts.Launcher`."""
         try:
             return probe(factory)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # an environment may raise anything
             failure = Failure.of(0, factory.name, "constructing the environment", error)
             raise_failures([failure], cause=error)
 
@@ -47,7 +47,7 @@ class InlineLauncher(LauncherBase):
         """See `contracts.Launcher`."""
         self._workers = [EnvWorker(spec) for spec in specs]
         self._evaluator = EnvWorker(replace(specs[0], index=-1))
-        self.publish(snapshot)
+        self._snapshot = _copy(snapshot)
         for worker in self._workers:
             with _failures_of(worker):
                 worker.open()
@@ -56,6 +56,8 @@ class InlineLauncher(LauncherBase):
 
     def publish(self, snapshot: Snapshot) -> None:
         """See `contracts.Launcher`."""
+        if self._snapshot is None:
+            raise LauncherClosed("publish needs a launcher that is started")
         self._snapshot = _copy(snapshot)
 
     def gather(self, timeout: float, may_insert: Callable[[], bool]) -> Iterator[Unroll]:
@@ -95,7 +97,8 @@ class InlineLauncher(LauncherBase):
     def close(self) -> None:
         """See `contracts.Launcher`."""
         workers = [*self._workers, *([self._evaluator] if self._evaluator else [])]
-        self._workers, self._unrolls, self._evaluator, self._snapshot = [], [], None, None
+        self._workers, self._unrolls, self._evaluator = [], [], None
+        self._snapshot = self._result = None
         for worker in workers:
             worker.close()
 
@@ -114,5 +117,5 @@ def _new_unroll(spec: WorkerSpec) -> Unroll:
 def _failures_of(worker: EnvWorker) -> Iterator[None]:
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an environment may raise anything
         raise_failures([worker.failure(error)], cause=error)

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -52,6 +53,9 @@ from actorlearner.shared_memory import SharedArrays
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 0.2  # for the other workers to tell their failures too
+_ONE_THREAD = [  # read when a library is loaded, so too late for the child to set
+    f"{library}_NUM_THREADS" for library in ("OMP", "OPENBLAS", "MKL", "VECLIB_MAXIMUM", "NUMEXPR")
+]
 _CLOSE_S = 2.0  # for workers to close their environments before they are killed
 
 
@@ -84,7 +88,7 @@ class LocalLauncher(LauncherBase):
         self._children: list[_Child] = []
         self._evaluator: _Child | None = None
         self._snapshots: SnapshotBuffer | None = None
-        self._withheld: list[tuple[_Child, int]] = []
+        self._credits: deque[tuple[_Child, int]] = deque()  # not given back yet
         self._result: EvaluationResult | None = None
         self._context = start_processes(self.settings.start_method)
         self.notes: list[str] = []
@@ -93,7 +97,7 @@ class LocalLauncher(LauncherBase):
         """See `contracts.Launcher`."""
         child = self._spawn("probe", 0, factory.name, cloudpickle.dumps(factory), {})
         try:
-            spec: EnvSpec = self._expect(child, "result")
+            spec: EnvSpec = self._expect(child)
             return spec
         finally:
             _close([child])
@@ -128,15 +132,14 @@ class LocalLauncher(LauncherBase):
         if self._lockstep:
             yield from self._gather_in_order(may_insert)
             return
-        withheld, self._withheld = self._withheld, []
-        for child, slot in withheld:
-            self._give_back(child, slot, may_insert)
+        self._give_back_credits(may_insert)
         for child in self._wait(self._children, timeout):
             while child.connection.poll():
                 commit: Commit | None = self._receive(child)
                 if commit is not None:
+                    self._credits.append((child, commit.slot))  # lasts if the caller leaves here
                     yield child.view(commit)
-                    self._give_back(child, commit.slot, may_insert)
+                    self._give_back_credits(may_insert)
 
     def _gather_in_order(self, may_insert: Callable[[], bool]) -> Iterator[Unroll]:
         if not may_insert():
@@ -144,13 +147,12 @@ class LocalLauncher(LauncherBase):
         for child in self._children:
             child.send(0)
         for child in self._children:
-            yield child.view(self._expect(child, "commit"))
+            yield child.view(self._expect(child))
 
-    def _give_back(self, child: _Child, slot: int, may_insert: Callable[[], bool]) -> None:
-        if may_insert():
+    def _give_back_credits(self, may_insert: Callable[[], bool]) -> None:
+        while self._credits and may_insert():
+            child, slot = self._credits.popleft()
             child.send(slot)
-        else:
-            self._withheld.append((child, slot))
 
     def request_evaluation(self, snapshot: Snapshot, request: EvaluationRequest) -> bool:
         """See `contracts.Launcher`. The evaluation worker starts with the first request."""
@@ -191,7 +193,8 @@ class LocalLauncher(LauncherBase):
     def close(self) -> None:
         """See `contracts.Launcher`."""
         children = [*self._children, *([self._evaluator] if self._evaluator else [])]
-        self._children, self._evaluator, self._withheld = [], None, []
+        self._children, self._evaluator, self._result = [], None, None
+        self._credits.clear()
         _close(children)
         if self._snapshots is not None:
             self._snapshots.close()
@@ -209,9 +212,7 @@ class LocalLauncher(LauncherBase):
             args=(role, index, env, payload, theirs, memory),
             name=f"actorlearner-{role}-{index}",
         )
-        # A child would import the user's script again, which may lack a __main__ guard; all that
-        # it needs from there travels by value in the payload.
-        with _no_main_module():
+        with _surroundings():
             process.start()
         theirs.close()
         return _Child(process, ours, index, env, role)
@@ -225,8 +226,7 @@ class LocalLauncher(LauncherBase):
         for child in heard.values():
             if not child.connection.poll():  # ended, and said nothing
                 self._fail([child.death()])
-        if not heard:
-            self._check_start_up(children)
+        self._check_start_up([child for child in children if id(child) not in heard])
         return list(heard.values())
 
     def _check_start_up(self, children: Sequence[_Child]) -> None:
@@ -256,15 +256,15 @@ class LocalLauncher(LauncherBase):
             self._result = payload
         return payload
 
-    def _expect(self, child: _Child, kind: str) -> Any:
-        """The next payload of ``child``, however long it takes; watches all the others too."""
-        others = [c for c in self._children if c is not child and not c.connection.poll()]
-        while True:
-            if child in self._wait([child, *others], 1.0):
-                payload = self._receive(child)
+    def _expect(self, child: _Child) -> Any:
+        """The next payload of ``child``, however long it takes; listens to the others too."""
+        others = self._children if child in self._children else []
+        while not child.inbox:
+            for heard in self._wait([child, *others], 1.0):
+                payload = self._receive(heard)
                 if payload is not None:
-                    return payload
-            others = [c for c in others if not c.connection.poll()]
+                    heard.inbox.append(payload)
+        return child.inbox.popleft()
 
     def _fail(self, failures: list[Failure]) -> Any:
         """Raise the first cause, after the others had a moment to tell theirs."""
@@ -303,6 +303,7 @@ class _Child:
         self.started_at = time.monotonic()
         self.is_ready = False
         self.is_busy = False
+        self.inbox: deque[Any] = deque()  # payloads that came while another's were waited for
         self.unrolls: list[Unroll] = []
         self.owned: SharedArrays | SnapshotBuffer | None = None
 
@@ -340,7 +341,9 @@ class _Child:
                 how += " (out of memory?)"
         else:
             how = f"{pid} exited with code {code}"
-        phase = "an unroll" if self.is_ready else "constructing the environment"
+        phase = {"collect": "an unroll", "evaluate": "an evaluation"}.get(self.role, self.role)
+        if not self.is_ready:
+            phase = "constructing the environment"
         return self.failure(phase, how)
 
     def kill(self) -> None:
@@ -370,13 +373,23 @@ def _close(children: Sequence[_Child]) -> None:
 
 
 @contextmanager
-def _no_main_module() -> Iterator[None]:
-    main = sys.modules["__main__"]
+def _surroundings() -> Iterator[None]:
+    """What a new process finds: one thread for each library that asks, and no ``__main__``.
+
+    It would import the user's script again, which may lack a ``__main__`` guard; all that it needs
+    from there travels by value.
+    """
+    main, environment = sys.modules["__main__"], dict(os.environ)
     sys.modules["__main__"] = types.ModuleType("__main__")
+    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
     try:
         yield
     finally:
         sys.modules["__main__"] = main
+        for name in _ONE_THREAD:
+            del os.environ[name]
+            if name in environment:
+                os.environ[name] = environment[name]
 
 
 def start_processes(start_method: str = "auto") -> BaseContext:
@@ -392,5 +405,6 @@ def start_processes(start_method: str = "auto") -> BaseContext:
         if threading.current_thread() is not threading.main_thread():
             logger.debug("the fork server starts from a thread and will end with it")
         context.set_forkserver_preload(["actorlearner.launch._zygote"])
-        forkserver.ensure_running()
+        with _surroundings():
+            forkserver.ensure_running()
     return context
