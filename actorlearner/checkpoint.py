@@ -305,13 +305,18 @@ def find(path: str | Path) -> Path:
     raise CheckpointError(f"{path}: all of its checkpoints are damaged ({len(steps)})")
 
 
-def refuse_used(run_dir: str | Path) -> None:
-    """Raise if ``run_dir`` has checkpoints already, which a new run would mix with its own.
+def refuse_used(run_dir: str | Path, goes_on_from: str | Path | None) -> None:
+    """Raise if ``run_dir`` has checkpoints of another run, which would mix with new ones.
+
+    Args:
+        run_dir: where a run wants to save.
+        goes_on_from: the checkpoint that it goes on from, as for `find`; None for a new run.
 
     Raises:
         CheckpointError: it has.
     """
-    if (Path(run_dir) / _FOLDER).exists():
+    folder = Path(run_dir).absolute() / _FOLDER
+    if folder.exists() and (goes_on_from is None or find(goes_on_from).parent != folder):
         raise CheckpointError(
             f"run_dir={run_dir}: holds the checkpoints of another run; go on from them with "
             f"resume={run_dir}, or choose another run_dir"

@@ -108,7 +108,8 @@ def _convert(value: Any, annotation: Any, key: str) -> Any:
                 return _convert(value, option, key)
             except SettingError as error:
                 errors.append(error)
-        raise errors[-1]
+        reasons = dict.fromkeys(str(error).partition(": ")[2] for error in errors)
+        raise SettingError(f"{key}={value!r}: {', or '.join(reasons)}")
     if origin is typing.Literal:
         if value in arguments and not isinstance(value, bool):
             return value

@@ -593,6 +593,11 @@ class Agent(Protocol):
         """The recipe of its policy."""
         ...
 
+    @property
+    def scalars(self) -> dict[str, float]:
+        """What acting depends on now besides the arrays of `snapshot` (epsilon)."""
+        ...
+
     def snapshot(self, version: int) -> Snapshot:
         """Its policy now; arrays may alias the parameters."""
         ...

@@ -24,16 +24,17 @@ from actorlearner.assembly import (
     resolve_device,
     worker_specs,
 )
-from actorlearner.config import Settings, setting
+from actorlearner.config import Settings, setting, unknown_key
 from actorlearner.contracts import (
     Agent,
     BadInput,
     CheckpointError,
     EnvSpec,
     Launcher,
+    LauncherClosed,
     MetricSink,
     NonFiniteError,
-    Snapshot,
+    SettingError,
     Store,
     StreamLayout,
 )
@@ -48,6 +49,19 @@ from actorlearner.schedules import SamplesPerInsert
 from actorlearner.streams import StreamLedger
 
 logger = logging.getLogger(__name__)
+
+# At the root of the config tree, besides the Trainer's own settings.
+_OTHER_KEYS = (
+    "env",
+    "agent",
+    "replay",
+    "trainer",
+    "experiment",
+    "imports",
+    "resume",
+    "ckpt",
+    "eval_only",
+)
 
 _GATHER_S = 0.1  # how long to wait for an unroll before looking at signals again
 _LEARN_S = 0.02  # how long to learn before looking for unrolls again
@@ -99,7 +113,7 @@ class TrainerSettings(Settings):
     launch: dict[str, Any] = setting({})
     """Settings of the launcher that ``workers`` > 0 starts, and its ``target``."""
 
-    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Of the model's parameters."""
     gradient_clip_val: float | None = setting(10.0, above=0)
     """Largest global L2 norm of the gradients of a training step; None does not clip."""
@@ -189,8 +203,11 @@ class Trainer:
         self._log = RunLog(None)
         self._interrupts = Interrupts()
         self._in_update = False
-        self._saved_at = self._published_at = 0
+        self._saved_at = (0, 0)
+        self._published_at = 0
         self._published_scalars: dict[str, float] = {}
+        self._running_launcher: Launcher | None = None
+        self._replay_buffer: Store | None = None
 
     @property
     def env_steps(self) -> int:
@@ -205,7 +222,7 @@ class Trainer:
     @property
     def is_saved(self) -> bool:
         """Whether nothing would be lost by ending now."""
-        return self._saved_at == self.env_steps
+        return self._saved_at == (self.env_steps, self.updates)
 
     @classmethod
     def from_config(cls, config: DictConfig, **arguments: Any) -> Trainer:
@@ -219,6 +236,11 @@ class Trainer:
             SettingError: as the constructor.
         """
         tree: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+        known = [*TrainerSettings.root, *_OTHER_KEYS]
+        misplaced = [f"trainer.{name}" for name in tree.get("trainer", {}) if name in known]
+        for key in (*misplaced, *tree):
+            if key not in known:
+                raise SettingError(unknown_key(key, known))
         at_root = {name: tree[name] for name in TrainerSettings.root if name in tree}
         return cls(config, **arguments, **{**at_root, **tree.get("trainer", {})})
 
@@ -314,20 +336,18 @@ class Trainer:
         if not torch.isfinite(loss.detach() + norm):
             raise NonFiniteError(
                 f"{name}/loss is {loss.item():g} and its gradient's norm {norm.item():g} in update "
-                f"{self.updates + 1}; nothing was changed. Lower agent.learning_rate, clip rewards,"
-                " or look at what the environment pays"
+                f"{self.updates + 1}; this step was not made. Lower agent.learning_rate, clip "
+                "rewards, or look at what the environment pays"
             )
         optimizer.step()
         return norm
 
     def _publish(self, launcher: Launcher, model: Agent) -> None:
         """Give workers a new snapshot if it is due, or if what it holds besides weights changed."""
-        updates_since = self.updates - self._published_at
-        is_due = updates_since >= self.settings.publish_every_updates
-        if self.settings.lockstep and updates_since > 0:
-            is_due = True
-        snapshot: Snapshot = model.snapshot(self.updates)
-        if is_due or snapshot.scalars != self._published_scalars:
+        period = 1 if self.settings.lockstep else self.settings.publish_every_updates
+        is_due = self.updates - self._published_at >= period
+        if is_due or model.scalars != self._published_scalars:
+            snapshot = model.snapshot(self.updates)
             launcher.publish(snapshot)
             self._published_at, self._published_scalars = self.updates, snapshot.scalars
 
@@ -356,12 +376,18 @@ class Trainer:
 
         Returns:
             ``evaluation/...`` metrics: raw returns of greedy episodes.
+
+        Raises:
+            LauncherClosed: `fit` is not running.
         """
+        launcher = self._running_launcher
+        if launcher is None:
+            raise LauncherClosed("evaluate() needs a running fit(); evaluation() a checkpoint")
         with self._log.split("evaluate"):
-            while (pending := self._running_launcher.poll_evaluation()) is not None:
+            while (pending := launcher.poll_evaluation()) is not None:
                 self._log.write_evaluation(pending)
             request = self.settings.evaluation.request(self.env_steps)
-            result = self._running_launcher.evaluate(model.snapshot(self.updates), request)
+            result = launcher.evaluate(model.snapshot(self.updates), request)
         return self._log.write_evaluation(result)
 
     def evaluation(self, env: EnvLike, model: Agent) -> dict[str, float]:
@@ -381,6 +407,7 @@ class Trainer:
             raise CheckpointError("evaluation needs checkpoint=RUN_DIR_or_FILE")
         factory = GymEnvFactory.of(env)
         alone = replace(self.settings, workers=0)
+        self._log = RunLog(None)
         with learner_threads(alone), make_launcher(alone, None) as launcher:
             self._env_spec = launcher.probe(factory)
             model.build(self._env_spec)
@@ -388,6 +415,7 @@ class Trainer:
             model.to(self.device, self.dtype)
             state = self._read_checkpoint(model, ["progress"], same_env=False)["progress"]
             env_steps, updates = state["env_steps"], state["updates"]
+            setattr(model, "current_step", env_steps)  # noqa: B010 - see set_attributes_to_model
             model.train(False)
             snapshot = model.snapshot(updates)
             ledger = StreamLedger(alone.num_streams, record_actions=False)
@@ -418,9 +446,12 @@ class Trainer:
         Raises:
             OSError: it could not be written; older ones stand.
             BadInput: there is no run directory.
+            LauncherClosed: `fit` has not run.
         """
         if self.settings.run_dir is None:
             raise BadInput("run_dir=None: a checkpoint needs a run directory")
+        if self._replay_buffer is None:
+            raise LauncherClosed("there is nothing to save before fit()")
         states: dict[str, Any] = {
             "agent": dict(model.state_dict()),
             "optimizers": {name: o.state_dict() for name, o in self._optimizers.items()},
@@ -453,18 +484,24 @@ class Trainer:
         """
         if self.checkpoint is None:
             return
-        names = ["optimizers", "progress", "log", *(["replay"] if self._replay_buffer.save else [])]
+        replay_buffer = self._replay_buffer
+        names = ["optimizers", "progress", "log"]
+        if replay_buffer is not None and replay_buffer.save:
+            names.append("replay")
         states = self._read_checkpoint(model, names, same_env=True)
+        if states["optimizers"].keys() != self._optimizers.keys():
+            held, wanted = sorted(states["optimizers"]), sorted(self._optimizers)
+            raise CheckpointError(f"{self.checkpoint}: has optimizers {held}, not {wanted}")
         for name, optimizer in self._optimizers.items():
             optimizer.load_state_dict(states["optimizers"][name])
         self._progress.load_state_dict(states["progress"])
         self._log.load_state_dict(states["log"])
-        if "replay" in states:
-            self._replay_buffer.load_state_dict(states["replay"])
+        if replay_buffer is not None and "replay" in states:
+            replay_buffer.load_state_dict(states["replay"])
         else:
             logger.info("the checkpoint brings no replay: the warm-up begins anew")
             self._progress.limiter.restart_warmup()
-        self._saved_at = self.env_steps
+        self._saved_at = self.env_steps, self.updates
         self._tell_progress(model)
 
     # ---------------------------------------------------------------------------- the frame
@@ -478,8 +515,8 @@ class Trainer:
             self._interrupts = stack.enter_context(Interrupts())
             stack.enter_context(learner_threads(s))
             launcher = stack.enter_context(make_launcher(s, self._launcher))
-            if self.checkpoint is None and s.run_dir is not None:
-                checkpoint.refuse_used(s.run_dir)
+            if s.run_dir is not None:
+                checkpoint.refuse_used(s.run_dir, goes_on_from=self.checkpoint)
             self._build(launcher.probe(factory), replay_buffer, model)
             self.set_attributes_to_model(model)
             model.to(self.device, self.dtype)
@@ -504,6 +541,7 @@ class Trainer:
                     self._save(model)
                 raise
             finally:
+                self._running_launcher = None
                 for note in launcher.notes:
                     logger.warning(note)
 
@@ -522,7 +560,7 @@ class Trainer:
         self._replay_buffer = replay_buffer
         self._progress = self._new_progress(sample_spec.batch_size, warmup)
         self._log = RunLog(s.run_dir, self._tensorboard, self._sinks)
-        self._saved_at, self.save_failed, self._in_update = 0, False, False
+        self._saved_at, self.save_failed, self._in_update = (0, 0), False, False
 
     def _new_progress(self, batch_size: int, warmup_env_steps: int) -> Progress:
         s = self.settings
@@ -576,7 +614,7 @@ class Trainer:
             self.save_failed = True
             logger.error("no checkpoint was written, training goes on: %s", error)
         else:
-            self.save_failed, self._saved_at = False, self.env_steps
+            self.save_failed, self._saved_at = False, (self.env_steps, self.updates)
             logger.debug("saved %s", path)
 
     def _resume_point(self) -> tuple[int, int] | None:

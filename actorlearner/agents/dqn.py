@@ -192,9 +192,9 @@ class DQN(nn.Module):
         return SampleSpec(s.batch_size, s.n_step, s.gamma, s.reward_clip)
 
     @property
-    def epsilon(self) -> float:
-        """Probability of a random action now."""
-        return piecewise(self.settings.epsilon, self.current_step)
+    def scalars(self) -> dict[str, float]:
+        """See `contracts.Agent`: the probability of a random action."""
+        return {"epsilon": piecewise(self.settings.epsilon, self.current_step)}
 
     @property
     def learning_rate(self) -> float:
@@ -212,7 +212,7 @@ class DQN(nn.Module):
             name: tensor.detach().to("cpu", torch.float32).numpy()
             for name, tensor in self.online.state_dict().items()
         }
-        return Snapshot(version, arrays, {"epsilon": self.epsilon})
+        return Snapshot(version, arrays, self.scalars)
 
     def configure_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """See `contracts.Agent`."""

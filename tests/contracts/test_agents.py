@@ -1,0 +1,205 @@
+"""What every agent must do: `contracts.Agent`. A new agent adds a line to `AGENTS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+
+from actorlearner import checkpoint
+from actorlearner.agents.dqn import DQN
+from actorlearner.contracts import Agent, ArraySpec, Batch, EnvSpec, Snapshot
+from tests.tiny import Regressor
+
+ENV_SPEC = EnvSpec(
+    "Mixed",
+    {"observation": ArraySpec((3,), "float32"), "kind": ArraySpec((), "int64", (4,))},
+    ArraySpec((), "int64", (3,)),
+)
+
+AGENTS: dict[str, Callable[[], Agent]] = {
+    "dqn": lambda: DQN(hidden=(32,), batch_size=16, learning_rate=0.01),
+    "dqn_plain": lambda: DQN(
+        hidden=(16, 16), batch_size=16, learning_rate=0.01, double=False, dueling=False, n_step=3
+    ),
+}
+
+
+@pytest.fixture(params=AGENTS)
+def make(request: pytest.FixtureRequest) -> Callable[[], Any]:
+    def build(seed: int = 0) -> Any:
+        torch.manual_seed(seed)
+        agent = AGENTS[request.param]()
+        agent.build(ENV_SPEC)
+        agent.to("cpu", torch.float32)
+        return agent
+
+    return build
+
+
+def batch_for(agent: Any, seed: int = 0) -> Batch:
+    g = torch.Generator().manual_seed(seed)
+    count = agent.sample_spec.batch_size
+
+    def observation() -> dict[str, torch.Tensor]:
+        return {
+            "observation": torch.randn(count, 3, generator=g),
+            "kind": torch.randint(4, (count,), generator=g),
+        }
+
+    return Batch(
+        observation=observation(),
+        next_observation=observation(),
+        action=torch.randint(3, (count,), generator=g),
+        reward=torch.randn(count, generator=g),
+        discount=torch.full((count,), agent.sample_spec.gamma),
+        weight=torch.ones(count),
+        keys=np.arange(count),
+    )
+
+
+def learn(agent: Any, optimizers: Any, batches: list[Batch], first_update: int = 1) -> list[float]:
+    """One update per batch, as the Trainer makes them; returns the loss of each."""
+    losses = []
+    for update, batch in enumerate(batches, first_update):
+        carry, total = batch, 0.0
+        for name, step in agent.training_steps().items():
+            output = step(carry)
+            optimizers[name].zero_grad()
+            output.loss.backward()
+            optimizers[name].step()
+            total += output.loss.item()
+            carry = output.carry or carry
+        for name in agent.training_steps():
+            agent.after_step(name, update)
+        losses.append(total)
+    return losses
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_contract_has_a_member_for_each_method(make: Callable[[], Any]) -> None:
+    agent = make()
+    members = [name for name in vars(Agent) if not name.startswith("_")]
+    assert len(members) > 8
+    assert all(hasattr(agent, name) for name in members)
+    assert agent.configure_optimizers().keys() == agent.training_steps().keys()
+
+
+def test_overfits_one_batch(make: Callable[[], Any]) -> None:
+    """E.1 item 12."""
+    agent = make()
+    losses = learn(agent, agent.configure_optimizers(), [batch_for(agent)] * 200)
+    assert losses[0] > 0.05
+    assert losses[-1] < 0.02 * losses[0]
+
+
+def test_every_optimised_parameter_has_a_gradient(make: Callable[[], Any]) -> None:
+    """E.1 item 12."""
+    agent = make()
+    optimizers = agent.configure_optimizers()
+    learn(agent, optimizers, [batch_for(agent)])
+    names = {id(p): name for name, p in agent.named_parameters()}
+    for optimizer in optimizers.values():
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            assert parameter.grad.norm() > 0, names[id(parameter)]
+
+
+def test_metrics_are_single_numbers_and_a_loss_is_among_them(make: Callable[[], Any]) -> None:
+    agent = make()
+    carry: Any = batch_for(agent)
+    for step in agent.training_steps().values():
+        output = step(carry)
+        carry = output.carry or carry
+        assert "loss" in output.metrics
+        for name, value in output.metrics.items():
+            assert np.ndim(torch.as_tensor(value).detach().numpy()) == 0, name
+        for value in output.feedback.values():
+            assert value.shape == (agent.sample_spec.batch_size,)
+
+
+def test_checkpoint_round_trip_is_bit_exact(make: Callable[[], Any], tmp_path: Path) -> None:
+    first, second = make(seed=0), make(seed=1)
+    optimizers = first.configure_optimizers()
+    learn(first, optimizers, [batch_for(first, seed) for seed in range(5)])
+    states = {
+        "agent": dict(first.state_dict()),
+        "optimizers": {name: o.state_dict() for name, o in optimizers.items()},
+    }
+    where = checkpoint.save(tmp_path, 5, states)
+    loaded = checkpoint.load(where, ["agent", "optimizers"])
+    assert not same(first.state_dict(), second.state_dict())
+    second.load_state_dict(loaded["agent"])
+    assert same(first.state_dict(), second.state_dict())
+
+    others = second.configure_optimizers()
+    for name, optimizer in others.items():
+        optimizer.load_state_dict(loaded["optimizers"][name])
+    more = [batch_for(first, seed) for seed in range(5, 10)]
+    assert learn(first, optimizers, more, 6) == learn(second, others, more, 6)
+    assert same(first.state_dict(), second.state_dict())
+
+
+def test_state_dict_shares_nothing_within_itself(make: Callable[[], Any]) -> None:
+    """Two names of one memory would come back as two, and safetensors refuses them."""
+    tensors = list(make().state_dict().values())
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+
+
+def test_same_seed_same_weights(make: Callable[[], Any]) -> None:
+    agents = [make(seed) for seed in (3, 3, 4)]
+    for agent in agents:
+        learn(agent, agent.configure_optimizers(), [batch_for(agent, s) for s in range(10)])
+    assert same(agents[0].state_dict(), agents[1].state_dict())
+    assert not same(agents[0].state_dict(), agents[2].state_dict())
+
+
+def test_learning_uses_no_global_generator(make: Callable[[], Any]) -> None:
+    agent = make()
+    optimizers, batch = agent.configure_optimizers(), batch_for(agent)
+    before = torch.get_rng_state(), np.random.get_state(legacy=True)[1]
+    learn(agent, optimizers, [batch])
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert np.array_equal(before[1], np.random.get_state(legacy=True)[1])
+
+
+def test_the_policy_travels_light_and_acts(make: Callable[[], Any]) -> None:
+    agent = make()
+    payload = cloudpickle.dumps(agent.policy_factory())
+    assert len(payload) < 4_000  # a recipe, not the weights
+    snapshot = agent.snapshot(7)
+    assert isinstance(snapshot, Snapshot)
+    assert snapshot.version == 7
+    policy = cloudpickle.loads(payload)(ENV_SPEC, (4, 5), 8, False)
+    policy.load(snapshot)
+    observation = {"observation": np.zeros((2, 3), np.float32), "kind": np.array([0, 3])}
+    action = policy.act(observation, np.random.default_rng(0))
+    assert action.shape == (2,)
+    assert action.dtype == np.dtype(ENV_SPEC.action.dtype)
+    assert all(0 <= a < 3 for a in action)
+
+
+def test_the_policy_copies_the_snapshot(make: Callable[[], Any]) -> None:
+    agent = make()
+    snapshot = agent.snapshot(0)
+    arrays = {name: array.copy() for name, array in snapshot.arrays.items()}
+    policy = agent.policy_factory()(ENV_SPEC, (0,), 1, True)
+    policy.load(Snapshot(0, arrays, snapshot.scalars))
+    observation = {"observation": np.ones((4, 3), np.float32), "kind": np.arange(4)}
+    before = policy.act(observation, np.random.default_rng(0))
+    for array in arrays.values():
+        array[...] = np.random.default_rng(1).normal(size=array.shape)
+    assert np.array_equal(before, policy.act(observation, np.random.default_rng(0)))
+
+
+def test_the_tests_own_agent_keeps_the_contract_too() -> None:
+    """`tests.tiny.Regressor` stands for people's own; mypy checks the rest of the protocol."""
+    agent: Agent = Regressor()
+    assert agent.sample_spec.batch_size == 8

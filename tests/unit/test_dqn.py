@@ -1,0 +1,348 @@
+"""DQN by hand, against a slow twin, and its policy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from actorlearner.agents.dqn import DQN, EpsilonGreedyPolicy
+from actorlearner.contracts import (
+    ArraySpec,
+    Batch,
+    EnvSpec,
+    SettingError,
+    Snapshot,
+    UnsupportedSpace,
+)
+from tests.tiny import vector_spec
+
+
+def make(num_actions: int = 3, size: int = 2, **settings: Any) -> DQN:
+    agent = DQN(**{"hidden": (), "dueling": False, **settings})
+    agent.build(vector_spec(size, num_actions))
+    return agent
+
+
+def set_values(network: torch.nn.Module, values: Any) -> None:
+    """Make ``network`` (linear) give row ``i`` of ``values`` for the ``i``-th one-hot vector."""
+    with torch.no_grad():
+        network.head.weight.copy_(torch.tensor(values, dtype=torch.float32).T)
+        network.head.bias.zero_()
+
+
+def batch_of(size: int, num_actions: int, count: int, seed: int = 0) -> Batch:
+    g = torch.Generator().manual_seed(seed)
+    return Batch(
+        observation={"observation": torch.randn(count, size, generator=g)},
+        next_observation={"observation": torch.randn(count, size, generator=g)},
+        action=torch.randint(num_actions, (count,), generator=g),
+        reward=torch.randn(count, generator=g),
+        discount=torch.rand(count, generator=g) * torch.randint(2, (count,), generator=g),
+        weight=torch.rand(count, generator=g) + 0.1,
+        keys=np.arange(count),
+    )
+
+
+def draw_networks(agent: DQN, seed: int) -> None:
+    """Give both networks weights of their own."""
+    torch.manual_seed(seed)
+    for parameter in [*agent.online.parameters(), *agent.target.parameters()]:
+        torch.nn.init.normal_(parameter)
+
+
+class TestLoss:
+    @pytest.mark.parametrize("double", [True, False])
+    def test_two_transitions_by_hand(self, double: bool) -> None:
+        """P14: values of two states, three actions; the networks disagree on the best action."""
+        agent = make(double=double)
+        set_values(agent.online, [[1.0, 2.0, 3.0], [0.5, 4.0, 1.0]])
+        set_values(agent.target, [[9.0, 1.0, 2.0], [8.0, 0.25, 6.0]])
+        states = torch.eye(2)
+        batch = Batch(
+            observation={"observation": states},
+            next_observation={"observation": states.flip(0)},
+            action=torch.tensor([1, 2]),
+            reward=torch.tensor([1.5, -0.5]),
+            discount=torch.tensor([0.9, 0.0]),
+            weight=torch.tensor([0.5, 1.0]),
+            keys=np.arange(2),
+        )
+        output = agent.q_training_step(batch)
+        # Row 0 goes to state 1: online chooses action 1, target values it 0.25 (its maximum is 8).
+        # q = 2; y = 1.5 + 0.9 * 0.25 = 1.725, error 0.275, Huber 0.0378125; plain: y = 8.7,
+        # error 6.7, Huber 6.2. Row 1 ended: q = 1; y = -0.5, error 1.5, Huber 1.
+        errors = [0.275, 1.5] if double else [6.7, 1.5]
+        loss = (0.5 * (0.0378125 if double else 6.2) + 1.0 * 1.0) / 2
+        assert output.loss.item() == pytest.approx(loss, abs=1e-6)
+        assert output.feedback["priority"].tolist() == pytest.approx(errors, abs=1e-6)
+        assert {name: float(value) for name, value in output.metrics.items()} == pytest.approx(
+            {
+                "loss": loss,
+                "td_error": sum(errors) / 2,
+                "value": 1.5,
+                "target": (1.725 if double else 8.7) / 2 - 0.25,
+            },
+            abs=1e-6,
+        )
+
+    @pytest.mark.parametrize("double", [True, False])
+    @pytest.mark.parametrize("dueling", [True, False])
+    def test_equals_its_slow_twin(self, double: bool, dueling: bool) -> None:
+        """E.1 item 5: networks that disagree."""
+        agent = make(4, 3, double=double, dueling=dueling, hidden=(6,))
+        draw_networks(agent, seed=1)
+        batch = batch_of(3, 4, count=50)
+        output = agent.q_training_step(batch)
+
+        def values(network: torch.nn.Module, observation: torch.Tensor) -> Any:
+            with torch.no_grad():
+                return network({"observation": observation.unsqueeze(0)})[0].tolist()
+
+        errors, losses, disagreements = [], [], 0
+        for i in range(50):
+            following = batch.next_observation["observation"][i]
+            by_target, by_online = values(agent.target, following), values(agent.online, following)
+            chooser = by_online if double else by_target
+            disagreements += by_target.index(max(by_target)) != by_online.index(max(by_online))
+            bootstrap = by_target[chooser.index(max(chooser))]
+            target = float(batch.reward[i]) + float(batch.discount[i]) * bootstrap
+            q = values(agent.online, batch.observation["observation"][i])[int(batch.action[i])]
+            error = abs(q - target)
+            errors.append(error)
+            huber = error**2 / 2 if error < 1 else error - 0.5
+            losses.append(float(batch.weight[i]) * huber)
+        assert disagreements > 10
+        assert output.loss.item() == pytest.approx(sum(losses) / 50, rel=1e-5)
+        np.testing.assert_allclose(
+            output.feedback["priority"].numpy(), errors, rtol=1e-4, atol=1e-5
+        )
+
+    def test_where_it_ended_the_target_is_the_reward(self) -> None:
+        agent = make()
+        draw_networks(agent, seed=2)
+        batch = batch_of(2, 3, count=20)
+        batch.discount.zero_()
+        values = agent.online(batch.observation).gather(1, batch.action.unsqueeze(1)).squeeze(1)
+        priority = agent.q_training_step(batch).feedback["priority"]
+        torch.testing.assert_close(priority, (values - batch.reward).abs().detach())
+
+    def test_importance_weights_scale_the_loss_and_leave_the_priorities(self) -> None:
+        agent = make()
+        draw_networks(agent, seed=3)
+        batch = batch_of(2, 3, count=20)
+        before = agent.q_training_step(batch)
+        batch.weight *= 3
+        after = agent.q_training_step(batch)
+        torch.testing.assert_close(after.loss, 3 * before.loss)
+        torch.testing.assert_close(after.feedback["priority"], before.feedback["priority"])
+        batch.weight[1:] = 0
+        agent.online.zero_grad()
+        agent.q_training_step(batch).loss.backward()
+        only_first = agent.online.head.weight.grad
+        assert torch.count_nonzero(only_first.abs().sum(1)) == 1
+
+    def test_no_gradient_reaches_the_target(self) -> None:
+        agent = make()
+        agent.q_training_step(batch_of(2, 3, count=20)).loss.backward()
+        assert all(p.grad is None and not p.requires_grad for p in agent.target.parameters())
+        assert all(p.grad is not None for p in agent.online.parameters())
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+    def test_other_precisions(self, dtype: torch.dtype) -> None:
+        agent = make(dueling=True, hidden=(8,))
+        expected = agent.q_training_step(batch_of(2, 3, count=20)).loss.item()
+        agent.to(dtype=dtype)
+        output = agent.q_training_step(batch_of(2, 3, count=20))
+        output.loss.backward()
+        assert output.loss.item() == pytest.approx(expected, rel=0.05)
+        assert {p.grad.dtype for p in agent.online.parameters() if p.grad is not None} == {dtype}
+        output.feedback["priority"].numpy()  # which NumPy must know
+
+
+class TestTarget:
+    def test_starts_as_a_copy_and_stays_apart(self) -> None:
+        agent = make(hidden=(4,))
+        online, target = agent.online.state_dict(), agent.target.state_dict()
+        assert all(torch.equal(online[name], target[name]) for name in online)
+        assert not {t.data_ptr() for t in online.values()} & {t.data_ptr() for t in target.values()}
+
+    def test_copied_exactly_every_n_updates(self) -> None:
+        """P15."""
+        agent = make(target_every_updates=3)
+        copied = []
+        for update in range(1, 10):
+            with torch.no_grad():
+                agent.online.head.weight.add_(1.0)
+            agent.after_step("q", update)
+            if torch.equal(agent.online.head.weight, agent.target.head.weight):
+                copied.append(update)
+        assert copied == [3, 6, 9]
+
+    def test_build_twice_keeps_the_weights(self) -> None:
+        agent = make()
+        before = agent.online.head.weight
+        agent.build(vector_spec(2, 3))
+        assert agent.online.head.weight is before
+
+
+class TestEpsilon:
+    @pytest.mark.parametrize(
+        ("step", "epsilon"),
+        [(0, 1.0), (511, 0.981604), (25_000, 0.1), (12_500, 0.55), (500_000, 0.01), (10**6, 0.01)],
+    )
+    def test_follows_its_knots(self, step: int, epsilon: float) -> None:
+        """P5."""
+        agent = make(epsilon=((0, 1.0), (25_000, 0.1), (500_000, 0.01)))
+        agent.current_step = step
+        assert agent.scalars["epsilon"] == pytest.approx(epsilon, abs=1e-6)
+        assert agent.snapshot(0).scalars == agent.scalars
+
+    @pytest.mark.parametrize(
+        ("knots", "message"),
+        [
+            ([], "at least one"),
+            ([(0, 1), (0, 0.5)], "greater than the one before"),
+            ([(5, 1), (0, 0.5)], "greater than the one before"),
+            ([(0, 1.5)], "a probability is at most 1"),
+            ([(0, -0.5)], "must be at least 0"),
+            ([(0, math.nan)], "must be at least 0"),
+            ([(math.inf, 0.1)], "finite"),
+        ],
+    )
+    def test_refuses_bad_knots(self, knots: Any, message: str) -> None:
+        with pytest.raises(SettingError, match=rf"^agent.epsilon=.*{message}"):
+            DQN(epsilon=knots)
+
+
+class TestLearningRate:
+    def test_follows_its_knots(self) -> None:
+        """P6: it is that of the env steps so far from the first update on."""
+        agent = make(learning_rate=[[0, 0.5], [100, 0.1]])
+        (group,) = agent.configure_optimizers()["q"].param_groups
+        assert group["lr"] == 0.5
+        for step, rate in ((50, 0.3), (100, 0.1), (1_000, 0.1)):
+            agent.current_step = step
+            agent.after_step("q", 1)
+            assert group["lr"] == pytest.approx(rate)
+
+    @pytest.mark.parametrize(
+        ("rate", "message"),
+        [
+            ([], "at least one"),
+            ([(5, 1), (0, 0.5)], "greater than the one before"),
+            ([(0, 0.0), (9, 0)], "must be greater than 0"),
+            (0, "must be greater than 0"),
+            (-1, "must be at least 0"),
+            (math.inf, "finite"),
+            (math.nan, "must be at least 0"),
+            ("fast", "needed"),
+        ],
+    )
+    def test_refuses(self, rate: Any, message: str) -> None:
+        with pytest.raises(SettingError, match=rf"^agent.learning_rate=.*{message}"):
+            DQN(learning_rate=rate)
+
+
+class TestSettings:
+    def test_what_it_wants_of_a_batch(self) -> None:
+        spec = DQN(batch_size=7, n_step=3, gamma=0.5, reward_clip=2).sample_spec
+        assert (spec.batch_size, spec.n_step, spec.gamma, spec.reward_clip) == (7, 3, 0.5, 2.0)
+
+    def test_the_optimizer_gets_them(self) -> None:
+        agent = make(learning_rate=0.125, adam_epsilon=0.5)
+        (group,) = agent.configure_optimizers()["q"].param_groups
+        assert (group["lr"], group["eps"]) == (0.125, 0.5)
+        assert {id(p) for p in group["params"]} == {id(p) for p in agent.online.parameters()}
+
+    @pytest.mark.parametrize(
+        "settings", [{"gamma": 1.01}, {"learning_rate": 0}, {"hidden": (0,)}, {"n_step": 0}]
+    )
+    def test_out_of_bounds(self, settings: dict[str, Any]) -> None:
+        with pytest.raises(SettingError, match=f"^agent.{next(iter(settings))}="):
+            DQN(**settings)
+
+    @pytest.mark.parametrize(
+        ("spec", "space"),
+        [
+            (ArraySpec((2,), "float32"), "Box(-1.0, 1.0, (2,), float32)"),
+            (ArraySpec((2,), "int64", (3, 3)), "MultiDiscrete([3 3])"),
+            (ArraySpec((1,), "int8", (2,)), "MultiBinary(1)"),
+        ],
+    )
+    def test_names_an_action_space_that_it_cannot_use(self, spec: ArraySpec, space: str) -> None:
+        env = EnvSpec("Pendulum-v1", {"observation": ArraySpec((3,), "float32")}, spec, "", space)
+        with pytest.raises(UnsupportedSpace) as caught:
+            DQN().build(env)
+        assert str(caught.value) == f"DQN needs a Discrete action space; Pendulum-v1 has {space}"
+
+
+class TestPolicy:
+    def policy(self, agent: DQN, greedy: bool = False, num_actions: int = 3) -> EpsilonGreedyPolicy:
+        return agent.policy_factory()(vector_spec(2, num_actions), (0,), 1, greedy)
+
+    def acts(self, agent: DQN, epsilon: float, greedy: bool = False, count: int = 20_000) -> Any:
+        """Actions of ``count`` streams where action 1 is the best, and then all of them again."""
+        set_values(agent.online, [[1.0, 2.0, 0.0], [0.0, 5.0, 0.0]])
+        policy = self.policy(agent, greedy)
+        policy.load(Snapshot(0, agent.snapshot(0).arrays, {"epsilon": epsilon}))
+        observation = {"observation": np.tile(np.eye(2, dtype=np.float32), (count // 2, 1))}
+        generator = np.random.default_rng(0)
+        return np.stack([policy.act(observation, generator) for _ in range(2)])
+
+    def test_without_epsilon_it_takes_the_best(self) -> None:
+        assert (self.acts(make(), epsilon=0.0) == 1).all()
+
+    def test_greedy_knows_no_epsilon(self) -> None:
+        assert (self.acts(make(), epsilon=1.0, greedy=True) == 1).all()
+
+    @pytest.mark.parametrize("epsilon", [1.0, 0.3, 0.01])
+    def test_explores_at_the_rate_of_epsilon(self, epsilon: float) -> None:
+        """P9, E.1 item 7: each action inside the 99.9 % binomial interval, a coin per stream."""
+        actions = self.acts(make(), epsilon)
+        for action, other in ((0, 1), (1, 0), (2, 1)):
+            p = epsilon / 3 + (1 - epsilon) * (action == 1)
+            sd = math.sqrt(p * (1 - p) / actions.size)
+            assert abs((actions == action).mean() - p) < 3.3 * sd, (action, other)
+        assert 0 < np.count_nonzero(actions[0] != actions[1]) < actions[0].size
+
+    def test_everything_random_comes_from_the_generator(self) -> None:
+        policy = self.policy(make())
+        policy.load(Snapshot(0, make().snapshot(0).arrays, {"epsilon": 0.5}))
+        observation = {"observation": np.zeros((50, 2), np.float32)}
+        before = torch.get_rng_state(), np.random.get_state(legacy=True)[1]
+        first, again = (policy.act(observation, np.random.default_rng(7)) for _ in range(2))
+        assert np.array_equal(first, again)
+        assert torch.equal(before[0], torch.get_rng_state())
+        assert np.array_equal(before[1], np.random.get_state(legacy=True)[1])
+
+    def test_actions_have_the_dtype_of_the_spec(self) -> None:
+        for epsilon in (0.0, 1.0):
+            assert self.acts(make(), epsilon, count=4).dtype == np.dtype("int64")
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+    def test_the_snapshot_is_float32_and_loads_exactly(self, dtype: torch.dtype) -> None:
+        agent = make(dueling=True, hidden=(8,))
+        draw_networks(agent, seed=4)
+        agent.to(dtype=dtype)
+        snapshot = agent.snapshot(5)
+        assert snapshot.version == 5
+        assert {array.dtype for array in snapshot.arrays.values()} == {np.dtype("float32")}
+        policy = self.policy(agent, greedy=True)
+        policy.load(snapshot)
+        loaded = policy._network.state_dict()
+        assert loaded.keys() == agent.online.state_dict().keys()
+        for name, tensor in agent.online.state_dict().items():
+            assert torch.equal(loaded[name], tensor.to(torch.float32)), name
+
+    def test_it_copies_the_snapshot(self) -> None:
+        agent = make()
+        set_values(agent.online, [[1.0, 2.0, 0.0], [0.0, 5.0, 0.0]])
+        policy = self.policy(agent, greedy=True)
+        policy.load(agent.snapshot(0))
+        set_values(agent.online, [[9.0, 2.0, 0.0], [9.0, 5.0, 0.0]])
+        observation = {"observation": np.eye(2, dtype=np.float32)}
+        assert policy.act(observation, np.random.default_rng(0)).tolist() == [1, 1]

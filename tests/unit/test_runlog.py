@@ -1,0 +1,207 @@
+"""What a run tells people and files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from actorlearner import runlog
+from actorlearner.contracts import Episode, EvaluationResult, Unroll
+from actorlearner.runlog import RunLog, process_started_at
+from tests.scripted import ScriptedWorker
+
+
+class Recorder:
+    """A sink that keeps everything."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, dict[str, float]]] = []
+        self.closed = False
+
+    def write(self, step: int, metrics: Any) -> None:
+        self.lines.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def open_log(run_dir: Path | None = None, resumes_at: Any = None, **arguments: Any) -> Any:
+    recorder = Recorder()
+    log = RunLog(run_dir, sinks=[recorder], **arguments)
+    log.open(1_000, "off", {"config.yaml": "seed: 1\n"}, resumes_at)
+    return log, recorder
+
+
+def unroll_of(version: int = 0, **changes: Any) -> Unroll:
+    unroll = ScriptedWorker([0, 1], 8, max_episode_length=3).unroll()
+    unroll.version = version
+    for name, value in changes.items():
+        setattr(unroll, name, value)
+    return unroll
+
+
+class TestTrainingLines:
+    def test_speeds_lag_episodes_and_shares(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = [50.0]
+        monkeypatch.setattr(runlog.time, "perf_counter", lambda: clock[0])
+        log, recorder = open_log()
+        first, second = unroll_of(version=3), unroll_of(version=9)
+        second.valid[0] = False  # so that it weighs less
+        first.seconds = {"env": 3.0, "policy": 1.0}
+        second.seconds = {"env": 1.0, "policy": 0.0, "wait": 5.0}
+        first.episodes = [Episode(0, 1, 2.0, 10), Episode(1, 1, 4.0, 20)]
+        for unroll in (first, second):
+            log.note(unroll, updates=10)
+        log.means.add("q", {"loss": 1.0})
+        log.means.add("q", {"loss": 2.0})
+        clock[0] += 4.0
+        log.write_training(100, 20, {"replay/size": 7.0})
+        ((step, line),) = recorder.lines
+        assert step == 100
+        rows = first.env_steps, second.env_steps
+        assert rows[0] != rows[1]
+        assert line["speed/env_steps_per_s"] == 25.0
+        assert line["speed/updates_per_s"] == 5.0
+        assert line["policy/lag_mean"] == pytest.approx((7 * rows[0] + 1 * rows[1]) / sum(rows))
+        assert line["policy/lag_max"] == 7.0
+        assert line["q/loss"] == 1.5
+        assert line["replay/size"] == 7.0
+        assert line["train/episodes"] == 2.0
+        assert line["train/return_mean"] == 3.0
+        assert line["train/length_mean"] == 15.0
+        shares = [line[f"worker/{name}"] for name in ("env", "policy", "wait")]
+        assert shares == [0.4, 0.1, 0.5]
+        assert all(type(value) is float for value in line.values())
+
+    def test_each_period_starts_anew_except_for_the_episodes(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = [50.0]
+        monkeypatch.setattr(runlog.time, "perf_counter", lambda: clock[0])
+        log, recorder = open_log()
+        unroll = unroll_of(version=0)
+        unroll.seconds, unroll.episodes = {"env": 1.0}, [Episode(0, 1, 2.0, 10)]
+        log.note(unroll, updates=50)
+        clock[0] += 1.0
+        log.write_training(10, 5, {})
+        clock[0] += 2.0
+        log.write_training(40, 15, {})
+        line = recorder.lines[1][1]
+        assert line["speed/env_steps_per_s"] == 15.0
+        assert line["speed/updates_per_s"] == 5.0
+        assert not {"policy/lag_mean", "policy/lag_max", "worker/env"} & line.keys()
+        assert line["train/return_mean"] == 2.0
+
+    def test_before_the_first_episode_nothing_is_made_up(self) -> None:
+        log, recorder = open_log()
+        log.write_training(10, 0, {})
+        assert "train/return_mean" not in recorder.lines[0][1]
+        assert all(math.isfinite(value) for value in recorder.lines[0][1].values())
+
+    def test_one_line_per_step(self) -> None:
+        log, recorder = open_log()
+        for step in (10, 10, 5, 20):
+            log.write_training(step, 0, {})
+        assert [step for step, _ in recorder.lines] == [10, 20]
+
+    def test_the_first_env_step_since_the_process_started(self) -> None:
+        log, recorder = open_log()
+        started = process_started_at()
+        for sequence, at in ((0, 7.0), (0, 5.0), (1, 3.0)):
+            log.note(unroll_of(sequence=sequence, started_at=started + at), 0)
+        log.write_training(10, 0, {})
+        assert recorder.lines[0][1]["time/first_env_step_s"] == pytest.approx(5.0, abs=0.05)
+
+
+class TestEvaluationLines:
+    def test_at_the_step_of_the_snapshot_and_once(self) -> None:
+        log, recorder = open_log()
+        result = EvaluationResult((1.0, 3.0), (5, 7), 0, version=2, env_steps=300)
+        metrics = log.write_evaluation(result)
+        assert metrics["evaluation/return_mean"] == 2.0
+        assert log.write_evaluation(result) == metrics
+        assert [(step, line) for step, line in recorder.lines] == [(300, metrics)]
+
+
+class TestFiles:
+    def test_texts_lines_and_log(self, tmp_path: Path) -> None:
+        run_dir = tmp_path / "a" / "b"
+        log, _ = open_log(run_dir)
+        logger = logging.getLogger("actorlearner.test")
+        logger.warning("before it closes")
+        log.write_training(10, 3, {"q/loss": math.nan})
+        log.write_evaluation(EvaluationResult((1.0,), (5,), 0, version=2, env_steps=8))
+        log.close()
+        log.close()
+        logger.warning("after it closed")
+        assert (run_dir / "config.yaml").read_text() == "seed: 1\n"
+        text = (run_dir / "run.log").read_text()
+        assert text.endswith(" WARNING before it closes\n")
+        training, evaluation = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        assert (training["env_steps"], training["updates"], training["q/loss"]) == (10, 3, None)
+        assert (evaluation["env_steps"], evaluation["updates"]) == (8, 2)
+        assert 0 < training["wall_s"] <= evaluation["wall_s"] < 5
+        assert list(run_dir.glob("events.out.tfevents.*"))
+
+    def test_without_a_run_directory_there_are_none(self, tmp_path: Path) -> None:
+        before = sorted(os.listdir())
+        log, recorder = open_log(None)
+        log.write_training(10, 0, {})
+        log.close()
+        assert log.writer is None
+        assert len(recorder.lines) == 1
+        assert sorted(os.listdir()) == before
+
+    def test_guests_are_not_closed(self) -> None:
+        log, recorder = open_log()
+        log.close()
+        assert not recorder.closed
+
+    def test_tensorboard_elsewhere(self, tmp_path: Path) -> None:
+        log, _ = open_log(tmp_path / "run", tensorboard=tmp_path / "board")
+        log.close()
+        assert list((tmp_path / "board").glob("events.*"))
+        assert not list((tmp_path / "run").glob("events.*"))
+
+
+class TestState:
+    def test_goes_on_where_it_was(self, tmp_path: Path) -> None:
+        log, _ = open_log(tmp_path)
+        log.episodes.add(3.0, 4)
+        log.write_training(100, 10, {})
+        log.write_evaluation(EvaluationResult((1.0,), (5,), 0, version=9, env_steps=100))
+        state = log.state_dict()
+        log.write_training(200, 20, {})
+        log.close()
+
+        resumed = RunLog(tmp_path)
+        resumed.load_state_dict({**state, "wall_s": 1_000.0})
+        resumed.open(1_000, "off", {}, (100, 10))
+        assert resumed.episodes.count == 1
+        assert resumed.wall_s > 1_000
+        resumed.write_training(100, 10, {})  # has its line
+        resumed.write_evaluation(EvaluationResult((1.0,), (5,), 0, version=9, env_steps=100))
+        resumed.write_training(150, 15, {})
+        resumed.close()
+        lines = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        assert [line["env_steps"] for line in lines] == [100, 100, 150]
+        assert sum("evaluation/return_mean" in line for line in lines) == 1
+        # Speeds count from the checkpoint, not from 0.
+        assert lines[-1]["speed/updates_per_s"] == pytest.approx(
+            lines[-1]["speed/env_steps_per_s"] / 10
+        )
+
+
+def test_process_started_at_agrees_with_psutil() -> None:
+    age = time.time() - psutil.Process().create_time()
+    assert time.monotonic() - process_started_at() == pytest.approx(age, abs=1.1)
+    assert np.isfinite(process_started_at())

@@ -1,0 +1,486 @@
+"""Alignment of unrolls against a slow twin, what is refused, and evaluation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actorlearner.contracts import (
+    BadInput,
+    EnvSpec,
+    EvaluationRequest,
+    NonFiniteError,
+    Snapshot,
+    Unroll,
+    UnsupportedSpace,
+    WorkerSpec,
+)
+from actorlearner.envs import GymEnvFactory
+from actorlearner.streams import stream_seed
+from actorlearner.worker import EnvWorker, probe
+from tests.environments import (
+    Misbehaves,
+    Places,
+    RowChecker,
+    pay,
+    plan,
+    snapshot,
+    worker_specs,
+)
+
+FIELDS = ("action", "reward", "terminated", "truncated", "valid", "first")
+
+
+class Told:
+    """A policy that does what a function of one observation says."""
+
+    def __init__(self, function: Callable[[Any], Any], spec: EnvSpec) -> None:
+        self._function, self._spec = function, spec
+
+    def load(self, snapshot: Snapshot) -> None:
+        pass
+
+    def act(self, observation: Any, generator: np.random.Generator) -> Any:
+        count = len(next(iter(observation.values())))
+        rows = [{key: array[i] for key, array in observation.items()} for i in range(count)]
+        return np.array([self._function(row) for row in rows], self._spec.action.dtype)
+
+
+def told_spec(make: Any, function: Callable[[Any], Any], **changes: Any) -> WorkerSpec:
+    factory = GymEnvFactory.of(make)
+
+    def policy(env_spec: EnvSpec, streams: Sequence[int], num_streams: int, greedy: bool) -> Told:
+        return Told(function, env_spec)
+
+    changes = {"env_spec": probe(factory), "policy_factory": policy, **changes}
+    return worker_specs(factory, **changes)[0]
+
+
+def new_unroll(spec: WorkerSpec) -> Unroll:
+    """An unroll full of what an earlier one may have left there."""
+    layout = Unroll.layout(spec.env_spec, spec.unroll_length, len(spec.streams))
+    arrays = {name: array.zeros() + np.ones((), array.dtype) for name, array in layout.items()}
+    return Unroll.from_arrays(spec.index, spec.streams, arrays)
+
+
+def collected(worker: EnvWorker, version: int = 0) -> Unroll:
+    unroll = new_unroll(worker.spec)
+    worker.collect(snapshot(version), unroll)
+    return unroll
+
+
+# ---------------------------------------------------------------------------- the slow twin
+
+
+def slow_twin(spec: WorkerSpec, function: Callable[[Any], Any], num_rows: int) -> list[Any]:
+    """Per stream the rows, the observations (one more), and the ends as (row, return, length)."""
+    streams = []
+    for stream in spec.streams:
+        env = spec.env_factory()
+        rows, ends = [], []
+        episode, episode_return, length = 0, 0.0, 0
+        observation = {"observation": env.reset(seed=stream_seed(spec.seed, stream, 0))[0].copy()}
+        observations, is_over = [observation], False
+        while len(rows) < num_rows:
+            if is_over:
+                episode += 1
+                seed = stream_seed(spec.seed, stream, episode) if spec.seed_every_episode else None
+                observation = env.reset(seed=seed)[0]
+                rows.append((0, 0.0, False, False, False, False))
+                is_over, episode_return, length = False, 0.0, 0
+            else:
+                action = function(observations[-1])
+                observation, reward, terminated, truncated, _ = env.step(action)
+                reward = np.asarray(reward).item()
+                terminated, truncated = bool(terminated), bool(truncated)
+                is_over = terminated or truncated
+                first = length == 0
+                rows.append(
+                    (action, reward, terminated, truncated and not terminated, True, first)
+                )  # fmt: skip
+                episode_return, length = episode_return + reward, length + 1
+                if is_over:
+                    ends.append((len(rows) - 1, episode_return, length))
+            observations.append({"observation": np.array(observation)})
+        env.close()
+        streams.append((rows, [o["observation"] for o in observations], ends))
+    return streams
+
+
+def assert_like_the_twin(spec: WorkerSpec, function: Callable[[Any], Any], unrolls: int) -> None:
+    worker = EnvWorker(spec)
+    worker.open()
+    twin = slow_twin(spec, function, unrolls * spec.unroll_length)
+    for number in range(unrolls):
+        unroll = collected(worker)
+        start = number * spec.unroll_length
+        episodes = []
+        for column, (rows, observations, ends) in enumerate(twin):
+            stop = start + spec.unroll_length
+            for name, wanted in zip(FIELDS, zip(*rows[start:stop], strict=True), strict=True):
+                got = getattr(unroll, name)[:, column]
+                np.testing.assert_array_equal(got, np.array(wanted, got.dtype), name)
+            got = unroll.observation["observation"][:, column]
+            np.testing.assert_array_equal(got, np.array(observations[start : stop + 1]))
+            stream = spec.streams[column]
+            episodes += [(stream, row - start, *e) for row, *e in ends if start <= row < stop]
+        assert sorted(unroll.episodes) == sorted(episodes)
+        assert unroll.env_steps == sum(r[4] for rows, *_ in twin for r in rows[start:stop])
+        assert unroll.sequence == number
+        assert set(unroll.seconds) == {"env", "policy"}
+    worker.close()
+
+
+class Scheduled(gymnasium.Env):
+    """Episodes of scheduled lengths and ends; careless in every way that Gymnasium lets pass."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
+    action_space = spaces.Discrete(7)
+    steps = 0
+
+    def __init__(self, schedule: Sequence[tuple[int, str, str]]) -> None:
+        self._schedule, self._episode, self._now = schedule, -1, np.zeros(3)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self._episode += 1
+        self._now[:] = self._episode, 0, self.np_random.random()
+        return self._now, {}
+
+    def step(self, action: Any) -> Any:
+        Scheduled.steps += 1
+        length, end, form = self._schedule[self._episode % len(self._schedule)]
+        self._now += [0, 1, self.np_random.random() + action]
+        assert self._now[1] <= length
+        is_end = self._now[1] == length
+        value = float(self._now[1]) - 1.5
+        reward, flag = {
+            "plain": (value, bool),
+            "NumPy": (np.float32(value), np.bool_),
+            "array": (np.array([value]), np.bool_),
+            "integer": (int(value), int),
+        }[form]
+        terminated, truncated = is_end and end != "truncated", is_end and end != "terminated"
+        return self._now, reward, flag(terminated), flag(truncated), {}
+
+
+def by_scheduled(observation: Any) -> int:
+    return int(observation["observation"].sum() * 1000) % 7
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    schedule=st.lists(
+        st.tuples(
+            st.integers(1, 6),
+            st.sampled_from(["terminated", "truncated", "both"]),
+            st.sampled_from(["plain", "NumPy", "array", "integer"]),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    unroll_length=st.integers(1, 7),
+    envs=st.integers(1, 3),
+    seed_every_episode=st.booleans(),
+)
+def test_alignment(schedule, unroll_length, envs, seed_every_episode):
+    """Episodes end at any row: the first, the last, the only one."""
+    spec = told_spec(
+        lambda: Scheduled(schedule),
+        by_scheduled,
+        unroll_length=unroll_length,
+        envs_per_worker=envs,
+        seed_every_episode=seed_every_episode,
+    )
+    assert_like_the_twin(spec, by_scheduled, unrolls=6)
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "MountainCar-v0"])
+def test_alignment_of_a_real_environment(name):
+    def policy(observation: Any) -> int:
+        return int(observation["observation"][1] > 0)
+
+    spec = told_spec(name, policy, unroll_length=50, seed_every_episode=True)
+    assert_like_the_twin(spec, policy, unrolls=10)
+
+
+def test_conservation():
+    """As many env steps as valid rows: no step is lost, none is made for a reset row."""
+    schedule = [(1, "both", "plain"), (3, "truncated", "plain")]
+    spec = told_spec(lambda: Scheduled(schedule), by_scheduled, envs_per_worker=3)
+    worker = EnvWorker(spec)
+    worker.open()
+    Scheduled.steps = 0
+    assert sum(collected(worker).env_steps for _ in range(20)) == Scheduled.steps > 0
+
+
+@pytest.mark.parametrize("seed_every_episode", [False, True])
+def test_every_number_is_where_it_belongs(seed_every_episode):
+    spec = worker_specs(
+        *[GymEnvFactory.of(Places)] * 2, envs_per_worker=3, seed_every_episode=seed_every_episode
+    )[1]
+    worker, checker = EnvWorker(spec), RowChecker(3, seed_every_episode)
+    worker.open()
+    for version in (0, 0, 1, 5, 5, 6):
+        checker.check(collected(worker, version))
+
+
+def test_draws_follow_from_seed_stream_and_unroll_alone():
+    specs = worker_specs(*[GymEnvFactory.of(Places)] * 2)
+    numbers = {}
+    for spec in (*specs, replace(specs[0], seed=4)):
+        worker = EnvWorker(spec)
+        worker.open()
+        drawn = [collected(worker).action.tolist() for _ in range(2)]
+        again = EnvWorker(replace(spec, first_sequence=1))
+        again.open()
+        assert collected(again).action[0, 0] == drawn[1][0][0]
+        numbers[spec.index, spec.seed] = drawn
+    assert len({str(n) for drawn in numbers.values() for n in drawn}) == 6
+
+
+def test_global_generators_are_left_alone():
+    state = np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    def policy(env_spec: EnvSpec, *rest: Any) -> Told:
+        torch.nn.Linear(3, 3)  # draws its first weights
+        return Told(by_scheduled, env_spec)
+
+    schedule = [(2, "both", "plain")]
+    spec = told_spec(lambda: Scheduled(schedule), by_scheduled, policy_factory=policy)
+    worker = EnvWorker(spec)
+    worker.open()
+    collected(worker)
+    worker.evaluate(snapshot(0), EvaluationRequest(2, None, 0))
+    assert (np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == state
+
+
+def test_dict_observations_and_array_actions():
+    class Env(gymnasium.Env):
+        observation_space = spaces.Dict(
+            image=spaces.Box(0, 255, (2, 2), np.uint8), kind=spaces.Discrete(3, start=-1)
+        )
+        action_space = spaces.MultiDiscrete([3, 4], start=[-1, 0])
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return {"image": np.full((2, 2), 255), "kind": 1}, {}
+
+        def step(self, action: Any) -> Any:
+            assert self.action_space.contains(action)
+            return {"image": np.full((2, 2), action[1]), "kind": action[0]}, 0.0, False, False, {}
+
+    spec = told_spec(Env, lambda o: [(o["kind"] + 1) % 3, o["image"][0, 0] % 4], unroll_length=4)
+    worker = EnvWorker(spec)
+    worker.open()
+    unroll = collected(worker)
+    assert unroll.observation["image"].dtype == np.uint8
+    assert unroll.observation["image"].shape == (5, 2, 2, 2)
+    assert unroll.observation["kind"].dtype == unroll.action.dtype == np.int64
+    assert unroll.observation["kind"][:, 0].tolist() == [2, 0, 1, 2, 0]
+    assert unroll.observation["image"][:, 1, 1, 1].tolist() == [255, 3, 3, 3, 3]
+    assert unroll.action[:, 0].tolist() == [[0, 3], [1, 3], [2, 3], [0, 3]]
+
+
+# ----------------------------------------------------------------------------------- refusals
+
+
+class Poisoned(gymnasium.Env):
+    """Gives a number that is none, in one field of its third reset or its third step."""
+
+    observation_space = spaces.Dict(
+        count=spaces.Box(0, 255, (2,), np.uint8), at=spaces.Box(-1, 1, (2,), np.float16)
+    )
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, where: str, what: float) -> None:
+        self._where, self._what = where, what
+        self._resets = self._steps = 0
+
+    def _observe(self, is_bad: bool) -> Any:
+        bad = self._what if is_bad else 0.0
+        return {"count": np.zeros(2, np.uint8), "at": np.array([0, bad])}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._resets += 1
+        return self._observe(self._where == "reset" and self._resets == 3), {}
+
+    def step(self, action: Any) -> Any:
+        self._steps += 1
+        is_bad = self._steps == 3
+        reward = self._what if self._where == "reward" and is_bad else 0.0
+        observation = self._observe(self._where == "step" and is_bad)
+        return observation, reward, self._steps % 2 == 0, False, {}
+
+
+@pytest.mark.parametrize("what", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [  # rows: step 0, step 1, reset 2, step 3 (the third), step 4, reset 5 (the third)
+        ("reset", "observation 'at' is {} in stream 1, at or just before row 1 of unroll 1"),
+        ("step", "observation 'at' is {} in stream 1, at or just before row 4 of unroll 0"),
+        ("reward", "reward is {} in stream 1, at or just before row 3 of unroll 0"),
+    ],
+)
+def test_numbers_that_are_none(where, words, what):
+    """In the second of two environments; named with field, stream and row."""
+    built = []
+
+    def make() -> Any:
+        built.append(None)
+        return Poisoned(where if len(built) % 2 == 0 else "", what)
+
+    spec = told_spec(lambda: Poisoned("", 0.0), lambda observation: 0)
+    spec = replace(spec, env_factory=GymEnvFactory.of(make))
+    worker = EnvWorker(spec)
+    worker.open()
+    with pytest.raises(NonFiniteError) as caught:
+        [collected(worker) for _ in range(3)]
+    assert words.format(what) in str(caught.value)
+    assert worker.failure(caught.value).phase == "step"
+
+
+def test_an_infinite_reward_in_an_evaluation():
+    spec = told_spec(lambda: Poisoned("", 0), lambda observation: 0)
+    spec = replace(spec, env_factory=GymEnvFactory.of(lambda: Poisoned("reward", np.inf)))
+    with pytest.raises(NonFiniteError, match=r"returns are .*inf"):
+        EnvWorker(spec).evaluate(snapshot(0), EvaluationRequest(9, None, 0))
+
+
+@pytest.mark.parametrize(
+    ("where", "phase"),
+    [
+        ("constructor", "constructing the environment"),
+        ("reset", "reset"),
+        ("step", "step"),
+    ],
+)
+def test_phases_of_failures(where, phase):
+    (spec,) = worker_specs(GymEnvFactory.of(Misbehaves, {"where": where}))
+    worker = EnvWorker(spec)
+    with pytest.raises(ZeroDivisionError) as caught:
+        (worker.open(), collected(worker))
+    failure = worker.failure(caught.value)
+    assert (failure.phase, failure.error) == (phase, "ZeroDivisionError: boom")
+    assert failure.text().startswith(
+        f"worker 0 (Misbehaves) failed in {phase}: ZeroDivisionError: boom\nTraceback"
+    )
+
+
+def test_probe_looks_at_what_reset_gives():
+    class Liar(Places):
+        observation_space = spaces.Box(-1, 1, (5,), np.float32)
+
+    with pytest.raises(BadInput, match=r"shape \(4,\); its observation space promises \(5,\)"):
+        probe(GymEnvFactory.of(Liar))
+
+
+@pytest.mark.parametrize("how", ["fine", "reset", "space", "close"])
+def test_every_environment_that_was_built_is_closed(tmp_path, how, caplog):
+    class Env(Misbehaves):
+        def close(self) -> None:
+            super().close()
+            if how == "close":
+                raise ZeroDivisionError("close")
+
+    kwargs = {"directory": tmp_path, "where": "reset" if how == "reset" else ""}
+    factory = GymEnvFactory.of(Env, kwargs)
+    (spec,) = worker_specs(factory, envs_per_worker=3)
+    worker = EnvWorker(spec)
+    if how == "space":
+        Env.observation_space = spaces.Text(3)
+        with pytest.raises(UnsupportedSpace):
+            worker.open()
+        with pytest.raises(UnsupportedSpace):
+            probe(factory)
+    elif how == "reset":
+        with pytest.raises(ZeroDivisionError):
+            worker.open()
+        with pytest.raises(ZeroDivisionError):
+            probe(factory)
+    else:
+        worker.open()
+        probe(factory)
+    with caplog.at_level(logging.WARNING):
+        worker.close()
+        worker.close()
+    built = sorted(path.name.partition("-")[2] for path in tmp_path.glob("built-*"))
+    closed = sorted(path.name.partition("-")[2] for path in tmp_path.glob("closed-*"))
+    assert built == closed != []
+    if how == "close":
+        assert caplog.text.count("ZeroDivisionError: close") == 4
+
+
+# --------------------------------------------------------------------------------- evaluation
+
+REQUEST = EvaluationRequest(episodes=11, step_limit=None, seed=5, env_steps=77)
+
+
+def test_evaluation_is_of_its_seeds_alone(monkeypatch):
+    """The same whatever the number of environments that step together, and the second time."""
+    (spec,) = worker_specs(GymEnvFactory.of(Places))
+    results = []
+    for envs in (8, 1, 3, 20):
+        monkeypatch.setattr("actorlearner.worker.EVALUATION_ENVS", envs)
+        worker = EnvWorker(spec)
+        results += [worker.evaluate(snapshot(2), REQUEST) for _ in range(2)]
+        worker.close()
+    lengths = [plan(stream_seed(5, 0, episode, evaluation=True), 0)[0] for episode in range(11)]
+    returns = [sum(pay(0, step) for step in range(length)) for length in lengths]
+    assert results == [(tuple(returns), tuple(lengths), 0, 2, 77)] * 8
+    assert len(set(lengths)) > 3
+
+
+def test_evaluation_of_a_real_environment(monkeypatch):
+    def policy(observation: Any) -> int:
+        return int(observation["observation"][2] > 0)
+
+    spec = told_spec("CartPole-v1", policy)
+    results = []
+    for envs in (8, 3):
+        monkeypatch.setattr("actorlearner.worker.EVALUATION_ENVS", envs)
+        worker = EnvWorker(spec)
+        results.append(worker.evaluate(snapshot(0), REQUEST))
+        worker.close()
+    assert results[0] == results[1]
+    assert len(set(results[0].lengths)) > 1
+    assert results[0].returns == results[0].lengths
+
+
+def test_step_limit_of_an_evaluation():
+    """Cut episodes are counted; one that ends exactly at the limit is not cut."""
+    (spec,) = worker_specs(GymEnvFactory.of(Places))
+    worker = EnvWorker(spec)
+    whole = worker.evaluate(snapshot(0), REQUEST)
+    limited = worker.evaluate(snapshot(0), REQUEST._replace(step_limit=5))
+    assert limited.lengths == tuple(min(5, length) for length in whole.lengths)
+    assert limited.cut == sum(length > 5 for length in whole.lengths) > 0
+    assert 5 in whole.lengths
+    worker.close()
+
+
+def test_no_episodes_at_all():
+    (spec,) = worker_specs(GymEnvFactory.of(Places))
+    result = EnvWorker(spec).evaluate(snapshot(0), REQUEST._replace(episodes=0))
+    assert result == ((), (), 0, 0, 77)
+
+
+def test_evaluation_is_greedy_with_a_policy_of_its_own():
+    asked = []
+
+    def policy(env_spec: EnvSpec, streams: Any, num_streams: int, greedy: bool) -> Told:
+        asked.append(greedy)
+        return Told(lambda observation: 0, env_spec)
+
+    (spec,) = worker_specs(GymEnvFactory.of(Places), policy_factory=policy)
+    EnvWorker(spec).evaluate(snapshot(0), REQUEST)
+    assert asked == [True]
