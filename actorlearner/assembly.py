@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from actorlearner.config import resolve
+from actorlearner.config import make
 from actorlearner.contracts import (
     Agent,
     EnvFactory,
@@ -37,7 +37,7 @@ def resolve_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         resolved = torch.device(device)
-        torch.empty(0, device=resolved)
+        torch.zeros(1, device=resolved).item()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise SettingError(f"device={device}: not to be had here: {reason}") from error
@@ -67,12 +67,12 @@ def make_launcher(settings: TrainerSettings, launcher: Launcher | str | None) ->
     if launcher is not None and not isinstance(launcher, str):
         return launcher
     if settings.workers == 0 and launcher is None:
-        inline: Launcher = resolve(_INLINE)()
+        inline: Launcher = make({"target": _INLINE}, "launch", "gather")
         return inline
-    launch = {"target": _LOCAL, **settings.launch}
-    target = launcher or launch["target"]
-    del launch["target"]
-    made: Launcher = resolve(target, settings.trust)(lockstep=settings.lockstep, **launch)
+    node = {"target": _LOCAL, **settings.launch}
+    if launcher is not None:
+        node["target"] = launcher
+    made: Launcher = make(node, "launch", "gather", settings.trust, lockstep=settings.lockstep)
     return made
 
 

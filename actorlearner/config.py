@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import inspect
 import operator
 import types
 import typing
@@ -195,6 +196,36 @@ def resolve(target: str, trust: Sequence[str] = ()) -> Any:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise SettingError(f"target={target!r}: {error}") from error
+
+
+def make(
+    node: Mapping[str, Any], group: str, needs: str, trust: Sequence[str] = (), **arguments: Any
+) -> Any:
+    """The component that ``node`` names by its ``target``, with the rest of it as settings.
+
+    Args:
+        node: ``target`` and settings.
+        group: where it stands in the config tree, for messages.
+        needs: a method that the component has; this package holds more than components, and the
+            text may be a stranger's.
+        trust: see `resolve`.
+        arguments: of the constructor, besides the settings.
+
+    Raises:
+        SettingError: the target is no such component, or does not take the settings.
+    """
+    settings = dict(node)
+    target = settings.pop("target", None)
+    if not isinstance(target, str):
+        raise SettingError(f"{group}.target={target}: must read package.module:Name")
+    component = resolve(target, trust)
+    if not (isinstance(component, type) and hasattr(component, needs)):
+        raise SettingError(f"{group}.target={target}: must be a class with {needs}()")
+    try:
+        inspect.signature(component).bind(**arguments, **settings)
+    except TypeError as error:
+        raise SettingError(f"{group}: {target}: {error}") from error
+    return component(**arguments, **settings)
 
 
 def config_dir() -> Path:

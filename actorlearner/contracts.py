@@ -676,8 +676,8 @@ class Launcher(Protocol):
         """Start an evaluation of a frozen copy of ``snapshot``; False while one is running."""
         ...
 
-    def poll_evaluation(self) -> EvaluationResult | None:
-        """The result, once, when there is one."""
+    def poll_evaluation(self, timeout: float = 0.0) -> EvaluationResult | None:
+        """The result, once, when there is one; waits up to ``timeout`` seconds for it."""
         ...
 
     def evaluate(self, snapshot: Snapshot, request: EvaluationRequest) -> EvaluationResult:

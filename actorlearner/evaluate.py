@@ -18,8 +18,9 @@ class EvaluationSettings(Settings):
 
     episodes: int = setting(20, low=1)
     """Episodes per evaluation."""
-    step_limit: int | None = setting(100_000, low=1)
-    """Env steps after which an episode is cut; null for no limit but the environment's."""
+    step_limit: int | None = setting(27_000, low=1)
+    """Env steps after which an episode is cut (as on Atari: half an hour of play); null for no
+    limit but the environment's."""
     seed: int = setting(0, low=0)
     """Of the episodes; training episodes never share one of theirs."""
 

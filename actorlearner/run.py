@@ -7,7 +7,6 @@ other codes: 0 finished, 1 failed (or interrupted and unsaved), 3 finished but a
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import shlex
@@ -27,7 +26,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from actorlearner.config import Settings, config_dir, resolve, unknown_key
+from actorlearner.config import Settings, config_dir, make, unknown_key
 from actorlearner.contracts import ActorLearnerError, BadInput, CheckpointError
 from actorlearner.launch.local import start_processes
 
@@ -37,7 +36,6 @@ _GROUPS = ("env", "agent", "replay", "evaluation", "launch", "trainer", "experim
 _THROUGH_HYDRA = ("-m", "--multirun", "-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info")
 _VERSION_BASE = "1.3"
 _PATHS = ("run_dir", "resume", "ckpt")
-_MUST_HAVE = {"env": "factory", "agent": "training_steps", "replay": "sample"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +98,10 @@ def _through_hydra(arguments: list[str]) -> int:
     # argparse wants all settings in a row.
     arguments = sorted(arguments, key=lambda a: "=" in a and not a.startswith("-"))
     sys.argv = ["python -m actorlearner.run", *arguments]
-    hydra.main(version_base=_VERSION_BASE, config_path=str(config_dir()), config_name="config")(
-        job
-    )()
+    decorate = hydra.main(
+        version_base=_VERSION_BASE, config_path=str(config_dir()), config_name="config"
+    )
+    decorate(job)()
     return max(codes)
 
 
@@ -133,6 +132,7 @@ def _compose(arguments: Sequence[str]) -> DictConfig:
 
         newest = checkpoint.newest_run(config.run_dir or _runs_of(config))
         if newest is not None:
+            given.pop("run_dir", None)  # it said where to look, maybe above the run itself
             return _saved_config("resume", newest, given)
         logger.info("resume=auto: no checkpoint yet, starting afresh")
         config.resume = None
@@ -273,21 +273,17 @@ def _run(config: DictConfig) -> int:
     forks = tree["launch"].get("start_method") in ("auto", "forkserver")
     if forks and not command.eval_only and tree["workers"] != 0:
         start_processes()  # loads torch beside what follows, which needs seconds
-    from actorlearner.trainer import Trainer, TrainerSettings
+    from actorlearner.trainer import Trainer
 
-    known = {*TrainerSettings.root, *_GROUPS, *own}
-    for name in tree:
-        if name not in known:
-            raise BadInput(unknown_key(name, sorted(known)))
     if not command.eval_only and config.run_dir is None:
         config.run_dir = str(_new_run_dir(_runs_of(config)))
     trainer = Trainer.from_config(config, checkpoint=command.ckpt or command.resume)
     trust = trainer.settings.trust
-    factory = _make(tree["env"], "env", trust).factory(command.imports)
-    agent = _make(tree["agent"], "agent", trust)
+    factory = make(tree["env"], "env", "factory", trust).factory(command.imports)
+    agent = make(tree["agent"], "agent", "training_steps", trust)
     if command.eval_only:
         return _evaluate(trainer, factory, agent)
-    return _train(trainer, factory, _make(tree["replay"], "replay", trust), agent)
+    return _train(trainer, factory, make(tree["replay"], "replay", "sample", trust), agent)
 
 
 def _train(trainer: Any, factory: Any, replay_buffer: Any, agent: Any) -> int:
@@ -327,23 +323,6 @@ def _evaluate(trainer: Any, factory: Any, agent: Any) -> int:
         (run_dir / "evaluation.json").write_text(text + "\n")
     sys.stdout.write(text + "\n")
     return 0
-
-
-def _make(node: Mapping[str, Any], group: str, trust: Sequence[str]) -> Any:
-    """The component that ``node`` names by its ``target``, with the rest of it as settings."""
-    settings = dict(node)
-    target = settings.pop("target", None)
-    if not isinstance(target, str):
-        raise BadInput(f"{group}.target={target}: must read package.module:Name")
-    component = resolve(target, trust)
-    if not (isinstance(component, type) and hasattr(component, _MUST_HAVE[group])):
-        # The text may be a stranger's, and this package has more than components.
-        raise BadInput(f"{group}.target={target}: must be a class with {_MUST_HAVE[group]}()")
-    try:
-        inspect.signature(component).bind(**settings)
-    except TypeError as error:
-        raise BadInput(f"{group}: {target}: {error}") from error
-    return component(**settings)
 
 
 def _runs_of(config: DictConfig) -> Path:

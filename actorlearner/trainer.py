@@ -30,6 +30,7 @@ from actorlearner.contracts import (
     BadInput,
     CheckpointError,
     EnvSpec,
+    EvaluationResult,
     Launcher,
     LauncherClosed,
     MetricSink,
@@ -63,7 +64,7 @@ _OTHER_KEYS = (
     "eval_only",
 )
 
-_GATHER_S = 0.1  # how long to wait for an unroll before looking at signals again
+_WAIT_S = 0.1  # how long to wait before looking at signals again
 _LEARN_S = 0.02  # how long to learn before looking for unrolls again
 
 
@@ -279,7 +280,7 @@ class Trainer:
         """Take in the unrolls that are there; wait for one if there is nothing to learn."""
         with self._log.split("publish"):
             self._publish(launcher, model)
-        timeout = 0.0 if self._progress.limiter.owes_an_update() else _GATHER_S
+        timeout = 0.0 if self._progress.limiter.owes_an_update() else _WAIT_S
         with self._log.split("gather"):
             for unroll in launcher.gather(timeout, self._progress.limiter.may_insert):
                 with self._log.split("add"):
@@ -383,12 +384,20 @@ class Trainer:
         launcher = self._running_launcher
         if launcher is None:
             raise LauncherClosed("evaluate() needs a running fit(); evaluation() a checkpoint")
+        snapshot = model.snapshot(self.updates)
+        request = self.settings.evaluation.request(self.env_steps)
         with self._log.split("evaluate"):
-            while (pending := launcher.poll_evaluation()) is not None:
-                self._log.write_evaluation(pending)
-            request = self.settings.evaluation.request(self.env_steps)
-            result = launcher.evaluate(model.snapshot(self.updates), request)
+            while not launcher.request_evaluation(snapshot, request):
+                self._log.write_evaluation(self._await_evaluation(launcher))
+            result = self._await_evaluation(launcher)
         return self._log.write_evaluation(result)
+
+    def _await_evaluation(self, launcher: Launcher) -> EvaluationResult:
+        while (result := launcher.poll_evaluation(_WAIT_S)) is None:
+            # One in the middle of a lockstep run is finished: a resume would not make it up.
+            if self.env_steps >= self.settings.total_steps:
+                self._interrupts.raise_if_any()
+        return result
 
     def evaluation(self, env: EnvLike, model: Agent) -> dict[str, float]:
         """Evaluate the model of ``checkpoint``: no training, no optimiser, nothing written.

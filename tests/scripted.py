@@ -50,7 +50,7 @@ class ScriptedWorker:
     after which the episode goes on without a reset row.
     """
 
-    def __init__(  # noqa: PLR0913 (a test names the few that it cares about)
+    def __init__(
         self,
         streams: Sequence[int],
         unroll_length: int,

@@ -28,8 +28,8 @@ class LauncherBase(abc.ABC):
         """See `contracts.Launcher`."""
 
     @abc.abstractmethod
-    def wait_for_evaluation(self) -> EvaluationResult:
-        """The result of the evaluation that is running."""
+    def poll_evaluation(self, timeout: float = 0.0) -> EvaluationResult | None:
+        """See `contracts.Launcher`."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -38,8 +38,10 @@ class LauncherBase(abc.ABC):
     def evaluate(self, snapshot: Snapshot, request: EvaluationRequest) -> EvaluationResult:
         """See `contracts.Launcher`. An evaluation that is running is waited for first."""
         while not self.request_evaluation(snapshot, request):
-            self.wait_for_evaluation()
-        return self.wait_for_evaluation()
+            self.poll_evaluation(1.0)
+        while (result := self.poll_evaluation(1.0)) is None:
+            pass
+        return result
 
     def __enter__(self) -> Self:
         """The launcher itself."""

@@ -82,16 +82,9 @@ class InlineLauncher(LauncherBase):
             self._result = self._evaluator.evaluate(_copy(snapshot), request)
         return True
 
-    def poll_evaluation(self) -> EvaluationResult | None:
-        """See `contracts.Launcher`."""
+    def poll_evaluation(self, timeout: float = 0.0) -> EvaluationResult | None:
+        """See `contracts.Launcher`; there is nothing to wait for."""
         result, self._result = self._result, None
-        return result
-
-    def wait_for_evaluation(self) -> EvaluationResult:
-        """The result; there is one as soon as it was requested."""
-        result = self.poll_evaluation()
-        if result is None:
-            raise LauncherClosed("no evaluation was requested")
         return result
 
     def close(self) -> None:

@@ -174,20 +174,12 @@ class LocalLauncher(LauncherBase):
         evaluator.is_busy = True
         return True
 
-    def poll_evaluation(self) -> EvaluationResult | None:
+    def poll_evaluation(self, timeout: float = 0.0) -> EvaluationResult | None:
         """See `contracts.Launcher`."""
         evaluator = self._evaluator
-        while self._result is None and evaluator is not None and self._wait([evaluator], 0):
+        while self._result is None and evaluator is not None and self._wait([evaluator], timeout):
             self._receive(evaluator)
         result, self._result = self._result, None
-        return result
-
-    def wait_for_evaluation(self) -> EvaluationResult:
-        """The result of the evaluation that is running."""
-        if self._evaluator is None:
-            raise LauncherClosed("no evaluation was requested")
-        while (result := self.poll_evaluation()) is None:
-            self._wait([self._evaluator], 1.0)
         return result
 
     def close(self) -> None:

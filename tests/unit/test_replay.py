@@ -30,7 +30,7 @@ from tests.unit.test_sum_tree import CHI_SQUARED_255
 GAMMA = 0.9
 
 
-def make_buffer(  # noqa: PLR0913 (a test names the few that it cares about)
+def make_buffer(
     num_streams=2,
     unroll_length=4,
     *,

@@ -1,0 +1,725 @@
+"""What people type, and what they get: DESIGN.md, section 8."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from actorlearner import checkpoint
+from actorlearner.run import main
+from tests.command import SMALL, Command, metrics, tree
+
+QUICK = (*SMALL, "workers=0", "total_steps=200", "evaluation.episodes=1")
+"""Settings of a run that takes a third of a second in this process."""
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["pytest"])  # multirun sets it
+    caplog.set_level(logging.INFO)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Command, Path]]:
+    """The default path to its end in a real process, and where it ran."""
+    directory = tmp_path_factory.mktemp("finished")
+    with Command([*SMALL, "workers=2"], directory) as command:
+        command.wait()
+        assert command.leaves_nothing()
+        yield command, directory
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of `QUICK` that nobody may change."""
+    directory = tmp_path_factory.mktemp("original") / "run"
+    assert main([*QUICK, f"run_dir={directory}"]) == 0
+    return directory
+
+
+@pytest.fixture
+def run(original: Path, tmp_path: Path) -> Path:
+    """A run of one's own, which ended at 200 env steps or a little later."""
+    return Path(shutil.copytree(original, tmp_path / "run"))
+
+
+def newest(run_dir: Path) -> Path:
+    return checkpoint.find(run_dir)
+
+
+def env_steps(run_dir: Path) -> int:
+    return checkpoint.read_manifest(newest(run_dir)).env_steps
+
+
+def told(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(record.getMessage() for record in caplog.records)
+
+
+def steps_of(run_dir: Path, name: str) -> list[int]:
+    return [line["env_steps"] for line in metrics(run_dir) if name in line]
+
+
+def evaluation_of(out: str) -> dict[str, float]:
+    """The metrics in the last line of standard output."""
+    result: dict[str, float] = json.loads(out.splitlines()[-1])
+    assert all(name.startswith("evaluation/") for name in result)
+    assert np.isfinite(result["evaluation/return_mean"])
+    return result
+
+
+def assert_equal_trees(one: Any, other: Any, where: str = "") -> None:
+    """Bit-equal, of the same kinds."""
+    assert type(one) is type(other), where
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key, value in one.items():
+            assert_equal_trees(value, other[key], f"{where}/{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for index, pair in enumerate(zip(one, other, strict=True)):
+            assert_equal_trees(*pair, f"{where}/{index}")
+    elif isinstance(one, torch.Tensor):
+        assert_equal_trees(one.numpy(), other.numpy(), where)
+    elif isinstance(one, np.ndarray | np.generic):
+        assert one.dtype == other.dtype, where
+        assert one.shape == other.shape, where
+        assert one.tobytes() == other.tobytes(), where
+    else:
+        assert one == other, where
+
+
+def assert_equal_runs(one: Path, other: Path, *names: str) -> None:
+    states, others = (checkpoint.load(newest(run_dir), names) for run_dir in (one, other))
+    for state in (states, others):
+        state.get("log", {}).pop("wall_s", None)
+    assert_equal_trees(states, others)
+
+
+# -------------------------------------------------------------------------- the default path
+
+
+def test_it_trains_to_the_end_and_says_where_the_results_are(
+    finished: tuple[Command, Path],
+) -> None:
+    command, directory = finished
+    assert command.code == 0, command.err
+    (run_dir,) = (directory / "runs" / "cartpole_dqn").iterdir()
+    relative = run_dir.relative_to(directory)
+    *_, last_but_one, last = command.err.splitlines()
+    assert re.fullmatch(
+        r"Finished at \d+ env steps: evaluation return [\d.]+ ± [\d.]+ over 2 episodes\.",
+        last_but_one,
+    )
+    evaluate = f"python -m actorlearner.run --eval-only ckpt={relative}"
+    assert last == f"Results are in {relative}; to evaluate again: {evaluate}"
+    assert "\r" not in command.err, "no terminal, no bar"
+    assert command.out == ""
+    assert {path.name for path in run_dir.iterdir() if "tfevents" not in path.name} == {
+        "checkpoints", "config.yaml", "config_unresolved.yaml", "metrics.jsonl", "run.log",
+    }  # fmt: skip
+    assert any("tfevents" in path.name for path in run_dir.iterdir())
+    assert {path.name for path in directory.iterdir()} == {"runs"}, "Hydra writes nothing"
+
+
+def test_the_command_that_it_ends_with_works_and_writes_nothing(
+    finished: tuple[Command, Path],
+) -> None:
+    trained, directory = finished
+    line = trained.err.splitlines()[-1].partition("python -m actorlearner.run ")[2]
+    before = tree(directory)
+    with Command(shlex.split(line), directory) as command:
+        command.wait()
+        assert command.leaves_nothing()
+    assert command.code == 0, command.err
+    result = evaluation_of(command.out)
+    (run_dir,) = (directory / "runs" / "cartpole_dqn").iterdir()
+    (last,) = (m for m in metrics(run_dir) if "evaluation/return_mean" in m)
+    assert result == {name: last[name] for name in result}, "the same episodes again"
+    assert tree(directory) == before
+
+
+def test_the_log_tells_when_the_first_env_step_was(finished: tuple[Command, Path]) -> None:
+    (run_dir,) = (finished[1] / "runs" / "cartpole_dqn").iterdir()
+    first = metrics(run_dir)[0]
+    assert 0.1 < first["time/first_env_step_s"] < 30
+
+
+def test_no_line_of_the_log_comes_twice(finished: tuple[Command, Path]) -> None:
+    (run_dir,) = (finished[1] / "runs" / "cartpole_dqn").iterdir()
+    steps = steps_of(run_dir, "speed/env_steps_per_s")
+    assert steps == sorted(set(steps))
+    assert steps[-1] == env_steps(run_dir) >= 400
+    assert steps_of(run_dir, "evaluation/return_mean") == [env_steps(run_dir)]
+
+
+def test_zero_workers_train_in_this_process(original: Path) -> None:
+    assert env_steps(original) >= 200
+    assert steps_of(original, "q/loss")
+
+
+def test_a_relative_run_dir_lies_below_the_current_directory(tmp_path: Path) -> None:
+    assert main([*QUICK, "run_dir=here/a run (1), lr=0.1"]) == 0
+    assert env_steps(tmp_path / "here" / "a run (1), lr=0.1") >= 200
+
+
+def test_the_evaluate_command_quotes_its_path(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*QUICK, "run_dir=a run (1), lr=0.1"]) == 0
+    command = told(caplog).rpartition("python -m actorlearner.run ")[2]
+    assert main(shlex.split(command)) == 0
+    evaluation_of(capsys.readouterr().out)
+
+
+def test_two_runs_of_the_same_second_have_directories_of_their_own(tmp_path: Path) -> None:
+    for _ in range(3):
+        assert main([*QUICK, "total_steps=64"]) == 0
+    assert len(list((tmp_path / "runs" / "cartpole_dqn").iterdir())) == 3
+
+
+def test_a_run_whose_last_save_fails_says_so_in_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save(*_: Any, **__: Any) -> Path:
+        raise OSError(28, "No space left on device; 5 bytes needed")
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    assert main([*QUICK, "run_dir=full"]) == 3
+    assert "no checkpoint was written, training goes on: " in told(caplog)
+    assert "No space left on device; 5 bytes needed" in told(caplog)
+
+
+# ------------------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("file", ["", "checkpoints", "checkpoints/latest", "{step}",
+                                  "{step}/manifest.json", "{step}/agent.safetensors"])  # fmt: skip
+def test_ckpt_may_be_a_run_a_checkpoint_or_a_file_of_it(
+    file: str, original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = newest(original).relative_to(original)
+    before = tree(original)
+    path = original / file.format(step=step)
+    assert main(["--eval-only", f"ckpt={path}"]) == 0
+    evaluation_of(capsys.readouterr().out)
+    assert tree(original) == before
+    assert tree(tmp_path) == {}
+
+
+def test_an_evaluation_takes_overrides_and_tells_them(
+    original: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--eval-only", f"ckpt={original}", "evaluation.episodes=3"]) == 0
+    assert evaluation_of(capsys.readouterr().out)["evaluation/episodes"] == 3
+    assert "changed: evaluation.episodes 1 -> 3" in told(caplog)
+
+
+def test_an_evaluation_writes_to_a_run_dir_that_is_given(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(original)
+    assert main(["--eval-only", f"ckpt={original}", "run_dir=results/one"]) == 0
+    result = evaluation_of(capsys.readouterr().out)
+    assert json.loads((tmp_path / "results" / "one" / "evaluation.json").read_text()) == result
+    assert set(tree(tmp_path)) == {"results", "results/one", "results/one/evaluation.json"}
+    assert tree(original) == before
+
+
+# ----------------------------------------------------------------------------------- resume
+
+
+def test_resume_goes_on_to_the_end(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before, lines = env_steps(run), metrics(run)
+    arguments = [f"resume={run}", "total_steps=400", "agent.learning_rate=1e-4"]
+    assert main(arguments) == 0
+    assert env_steps(run) >= 400 > before
+    assert metrics(run)[: len(lines)] == lines
+    resumed = [line for line in metrics(run) if line["env_steps"] > before]
+    assert resumed[0]["q/learning_rate"] == 1e-4, "the command line wins over the optimizer's state"
+    for name in ("speed/env_steps_per_s", "evaluation/return_mean"):
+        steps = steps_of(run, name)
+        assert steps == sorted(set(steps))
+    assert resumed[0]["wall_s"] > lines[-1]["wall_s"]
+    assert resumed[0]["updates"] > lines[-1]["updates"]
+    assert "changed: total_steps 200 -> 400" in told(caplog)
+    assert "changed: agent.learning_rate 0.001 -> 0.0001" in told(caplog)
+    assert told(caplog).count("changed: ") == 2
+
+
+def test_a_resume_keeps_its_overrides(run: Path) -> None:
+    assert main([f"resume={run}", "total_steps=300"]) == 0
+    assert main([f"resume={run}"]) == 0, "there is nothing left to do"
+    assert 300 <= env_steps(run) < 400
+
+
+def test_resume_from_an_older_checkpoint_cuts_the_log_back(run: Path) -> None:
+    older = sorted((run / "checkpoints").glob("step_*"))[0]
+    at = checkpoint.read_manifest(older).env_steps
+    assert any(line["env_steps"] > at for line in metrics(run))
+    assert main([f"resume={older}", "total_steps=300"]) == 0
+    for name in ("speed/env_steps_per_s", "evaluation/return_mean"):
+        steps = steps_of(run, name)
+        assert steps == sorted(set(steps))
+    assert steps_of(run, "evaluation/return_mean") == [env_steps(run)], "that of 200 is cut"
+
+
+def test_resume_into_another_run_dir_leaves_the_old_one(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = tree(run)
+    assert main(["resume=run", "run_dir=other", "total_steps=300"]) == 0
+    assert env_steps(tmp_path / "other") >= 300
+    assert tree(run) == before
+    assert "another run directory: other" in told(caplog)
+
+
+def test_auto_starts_afresh_where_there_is_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main([*QUICK, "resume=auto"]) == 0
+    assert "starting afresh" in told(caplog)
+    (run_dir,) = (tmp_path / "runs" / "cartpole_dqn").iterdir()
+    assert env_steps(run_dir) >= 200
+
+
+def test_auto_goes_on_from_the_newest(tmp_path: Path, original: Path) -> None:
+    runs = tmp_path / "runs" / "cartpole_dqn"
+    shutil.copytree(original, runs / "z")
+    assert main([*QUICK, f"run_dir={runs / 'a'}"]) == 0
+    untouched = tree(runs / "z")
+    assert main(["resume=auto", "total_steps=300"]) == 0
+    assert env_steps(runs / "a") >= 300
+    assert tree(runs / "z") == untouched
+    assert {path.name for path in runs.iterdir()} == {"a", "z"}
+
+
+def test_auto_looks_in_the_run_dir_that_is_given(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    again = [*QUICK, "resume=auto", "total_steps=300"]
+    assert main([*again, "run_dir=new"]) == 0
+    assert "starting afresh" in told(caplog)
+    assert steps_of(tmp_path / "new", "speed/env_steps_per_s")[0] <= 200
+    assert main([*again, "run_dir=run"]) == 0
+    assert env_steps(run) >= 300
+    assert "another run directory" not in told(caplog)
+
+
+def test_10000_is_newer_than_9999_and_junk_is_ignored(
+    run: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, good = run / "checkpoints", newest(run)
+    shutil.copytree(good, folder / "step_9999")
+    shutil.copytree(good, folder / "step_10000")
+    (folder / "step_9999" / "manifest.json").write_text("damaged, which looking at it would tell")
+    (folder / "step_abc.pt").write_text("junk")
+    (folder / "step_99999999").write_text("a file")
+    assert newest(run) == folder / "step_10000"
+    assert main(["--eval-only", f"ckpt={run}"]) == 0
+    assert "skipped" not in told(caplog)
+
+
+# --------------------------------------------------------------------------------- lockstep
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_lockstep_gives_the_same_weights_twice(workers: int, tmp_path: Path) -> None:
+    arguments = [*QUICK, f"workers={workers}", "lockstep=true", "envs_per_worker=2"]
+    for name in ("one", "two"):
+        assert main([*arguments, f"run_dir={name}"]) == 0
+    assert main([*arguments, "run_dir=other", "seed=1"]) == 0
+    states = ("agent", "optimizers", "progress", "replay", "log")
+    assert_equal_runs(tmp_path / "one", tmp_path / "two", *states)
+    with pytest.raises(AssertionError):
+        assert_equal_runs(tmp_path / "one", tmp_path / "other", "agent")
+
+
+def test_lockstep_gives_the_same_with_workers_in_processes_and_here(tmp_path: Path) -> None:
+    for workers in (0, 1):
+        assert main([*QUICK, "lockstep=true", f"workers={workers}", f"run_dir={workers}"]) == 0
+    assert_equal_runs(tmp_path / "0", tmp_path / "1", "agent", "optimizers", "replay")
+
+
+def test_an_interrupted_lockstep_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    half = 1_000
+    arguments = [
+        *SMALL, "workers=2", "envs_per_worker=2", "lockstep=true", f"total_steps={2 * half}",
+        "trainer.evaluate_every_env_steps=400", "trainer.checkpoint_every_env_steps=700",
+    ]  # fmt: skip
+    with Command([*arguments, "run_dir=interrupted"], tmp_path) as command:
+        command.wait_for_env_steps(tmp_path / "interrupted", half)
+        command.signal(signal.SIGTERM)
+        command.wait()
+        assert command.leaves_nothing()
+    assert command.code == 143, command.err
+    assert half <= env_steps(tmp_path / "interrupted") < 2 * half
+    assert main(["resume=interrupted"]) == 0
+    assert main([*arguments, "run_dir=whole"]) == 0
+    states = ("agent", "optimizers", "progress", "replay", "log")
+    assert_equal_runs(tmp_path / "interrupted", tmp_path / "whole", *states)
+    for name in ("speed/env_steps_per_s", "evaluation/return_mean"):
+        steps, wanted = (steps_of(tmp_path / d, name) for d in ("interrupted", "whole"))
+        assert steps == wanted == sorted(set(wanted))
+    returns = [
+        [line["evaluation/return_mean"] for line in metrics(tmp_path / d) if len(line) < 12]
+        for d in ("interrupted", "whole")
+    ]
+    assert returns[0] == returns[1]
+
+
+# ------------------------------------------------------------------- through Hydra's own main
+
+
+def test_help_names_groups_settings_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert not caught.value.code
+    out = capsys.readouterr().out
+    for what in ("replay: prioritized, uniform", "agent: dqn", "experiment: cartpole_dqn",
+                 "total_steps: ", "learning_rate", "python -m actorlearner.run workers=8",
+                 "resume=RUN_DIR", "--eval-only ckpt=RUN_DIR"):  # fmt: skip
+        assert what in out
+
+
+def test_cfg_prints_the_settings_and_runs_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["workers=3", "--cfg", "job", "replay=uniform"]) == 0
+    out = capsys.readouterr().out
+    assert "workers: 3" in out
+    assert "prioritized: false" in out
+    assert tree(tmp_path) == {}
+
+
+def test_multirun_runs_every_job(tmp_path: Path) -> None:
+    assert main([*QUICK, "total_steps=64", "-m", "seed=0,1"]) == 0
+    run_dirs = list((tmp_path / "runs" / "cartpole_dqn").iterdir())
+    assert len(run_dirs) == 2
+    assert {checkpoint.find(d).exists() for d in run_dirs} == {True}
+    texts = ["\n".join((d / "config.yaml").read_text().splitlines()) for d in run_dirs]
+    assert sorted(re.findall(r"^seed: (\d)", "\n".join(texts), re.MULTILINE)) == ["0", "1"]
+
+
+def test_a_job_that_fails_shows_in_the_exit_code_while_others_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = "env.id=Bad-v0,CartPole-v1,tests.faulty:Missing-v0"
+    assert main(["-m", *QUICK, "total_steps=64", ids]) == 2
+    (run_dir,) = (tmp_path / "runs" / "cartpole_dqn").iterdir()
+    assert env_steps(run_dir) >= 64
+    err = capsys.readouterr().err
+    assert "error: env.id=Bad-v0: " in err
+    assert "error: env.id=tests.faulty:Missing-v0: " in err
+
+
+def test_multirun_evaluates_checkpoints_with_their_own_settings(
+    original: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(run)
+    assert main(["--eval-only", "-m", f"ckpt={original},run"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert len(lines) == 2
+    assert evaluation_of(lines[0]) == evaluation_of(lines[1])
+    assert tree(run) == before
+
+
+def test_multirun_resumes(run: Path) -> None:
+    assert main(["-m", "resume=run", "total_steps=300"]) == 0
+    assert env_steps(run) >= 300
+
+
+def test_config_dir_brings_an_experiment_of_ones_own(tmp_path: Path) -> None:
+    folder = tmp_path / "mine" / "experiment"
+    folder.mkdir(parents=True)
+    settings = ["# @package _global_", "experiment: own", "total_steps: 64", "workers: 0",
+                "evaluation: {episodes: 1, step_limit: 20}"]  # fmt: skip
+    (folder / "own.yaml").write_text("\n".join(settings))
+    for flag in (["--config-dir", "mine"], ["--config-dir=mine"]):
+        assert main([*flag, "experiment=own", "seed=3"]) == 0
+    assert main(["-m", "--config-dir", "mine", "experiment=own", "seed=3,4"]) == 0
+    run_dirs = list((tmp_path / "runs" / "own").iterdir())
+    assert len(run_dirs) == 4
+    assert all(64 <= env_steps(d) < 100 for d in run_dirs)
+
+
+# --------------------------------------------------------------------------------- bad input
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that tells why ``arguments`` are refused; nothing may have been written."""
+    before = tree(Path.cwd())
+    capsys.readouterr()
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"error: [^\n]+\n", err), err
+    assert "Traceback" not in err
+    assert tree(Path.cwd()) == before
+    return err.removeprefix("error: ").rstrip()
+
+
+BAD_SETTINGS = {
+    # Unknown things, told with what there is.
+    "total_step=5": "total_step: there is no such setting; did you mean total_steps?",
+    "agnet.gamma=1": "did you mean agent.gamma?",
+    "agent.foo=1": "agent.foo: there is no such setting; there are: agent.adam_epsilon, ",
+    "+unknown=1": "unknown: there is no such setting; there are: agent, ",
+    "++unknown=1": "unknown: there is no such setting",
+    "+agent.foo=1": "agent.foo: there is no such setting; there are: agent.adam_epsilon, ",
+    "trainer.keep=1": "did you mean trainer.keep_last?",
+    "agent=foo": "agent=foo: there is no such choice; there are: dqn",
+    "replay=none": "replay=none: there is no such choice; there are: prioritized, uniform",
+    "experiment=foo": "experiment=foo: there is no such choice; there are: cartpole_dqn",
+    "experiment=null": "experiment=None: the name of a choice is needed",
+    "trainer=5": "trainer=5: the name of a choice is needed",
+    "--foo": "--foo: there is no such option",
+    "--workers=3": "--workers=3: there is no such option; settings read key=value",
+    "--config-dir=nowhere": "--config-dir nowhere: there is no such directory",
+    "--config-dir": "--config-dir : there is no such directory",
+    # Malformed.
+    "a=[1,": "a=[1,: ",
+    "total_steps": "total_steps: missing EQUAL",
+    "=5": "there is no such setting",
+    "~seed": "~seed: a setting can't be deleted",
+    "seed=1,2": "Ambiguous value for argument 'seed=1,2'",
+    "seed=${nowhere}": "Interpolation key 'nowhere' not found",
+    # Of a wrong type.
+    "total_steps=abc": "total_steps='abc': an integer is needed",
+    "total_steps=1.5": "total_steps=1.5: an integer is needed",
+    "total_steps=": "total_steps='': an integer is needed",
+    "seed=null": "seed=None: an integer is needed",
+    "agent.batch_size=2.5": "agent.batch_size=2.5: an integer is needed",
+    "agent.hidden=5": "agent.hidden=5: a list is needed",
+    "agent.hidden=[a]": "agent.hidden='a': an integer is needed",
+    "lockstep=1": "lockstep=1: true or false is needed",
+    "eval_only=5": "eval_only=5: true or false is needed",
+    "imports=os": "imports='os': a list is needed",
+    "trust=os": "trust='os': a list is needed",
+    "env.id=5": "env.id=5: a text is needed",
+    "env.kwargs=5": "env.kwargs=5: a mapping is needed",
+    # Out of bounds.
+    "workers=-1": "workers=-1: must be at least 0",
+    "envs_per_worker=0": "envs_per_worker=0: must be at least 1",
+    "unroll_length=0": "unroll_length=0: must be at least 1",
+    "total_steps=-5": "total_steps=-5: must be at least 0",
+    "samples_per_insert=0": "samples_per_insert=0.0: must be greater than 0",
+    "agent.learning_rate=0": "agent.learning_rate=0.0: must be greater than 0",
+    "agent.learning_rate=nan": "agent.learning_rate=nan: must be at least 0",
+    "agent.gamma=1.5": "agent.gamma=1.5: must be at least 0 and at most 1",
+    "agent.epsilon=[[10,1],[5,0.1]]": "each x must be greater than the one before",
+    "agent.epsilon=[[0,2]]": "a probability is at most 1",
+    "agent.epsilon=[]": "agent.epsilon=()",
+    "replay.capacity=3": "replay.capacity=3: must be at least 32",
+    "replay.beta_start=2": "replay.beta_start=2.0: must be at least 0 and at most 1",
+    "evaluation.episodes=0": "evaluation.episodes=0: must be at least 1",
+    "trainer.console=loud": "must be one of auto, bar, plain, off",
+    "device=gpu": "device=gpu: not to be had here",
+    # What can't be had.
+    "env.id=Foo-v0": "env.id=Foo-v0: Environment `Foo` doesn't exist.; module:Id imports",
+    "env.id=nowhere:Foo-v0": "env.id=nowhere: can't be imported: No module named 'nowhere'",
+    "imports=[nowhere]": "imports=nowhere: can't be imported: No module named 'nowhere'",
+    "env.id=Pendulum-v1": "DQN needs a Discrete action space; Pendulum-v1 has Box(-2.0, 2.0",
+    "env.id=tests.faulty:Texts-v0": "tests.faulty:Texts-v0: words is Text(1, 10",
+    # Targets.
+    "agent.target=os:system": "os is not trusted; add trust=[os] if you trust it",
+    "replay.target=random:Random": "random is not trusted",
+    "env.target=subprocess:Popen": "subprocess is not trusted",
+    "agent.target=null": "agent.target=None: must read package.module:Name",
+    "agent.target=foo": "must read package.module:Name",
+    "agent.target=actorlearner.nowhere:A": "No module named 'actorlearner.nowhere'",
+    "agent.target=actorlearner.agents.dqn:A": "has no attribute 'A'",
+    "agent.target=actorlearner.config:resolve": "must be a class with training_steps()",
+    "agent.target=actorlearner.replay:ReplayBuffer": "must be a class with training_steps()",
+    "replay.target=actorlearner.agents.dqn:DQN": "must be a class with sample()",
+    "env.target=actorlearner.agents.dqn:DQN": "must be a class with factory()",
+    # Checkpoints.
+    "resume=nowhere": "/nowhere: there is no such file or directory",
+    "--eval-only": "ckpt=null: --eval-only needs ckpt=RUN_DIR_or_FILE",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("argument", BAD_SETTINGS)
+def test_bad_input_is_told_in_one_line(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert BAD_SETTINGS[argument] in refused([*QUICK, argument], capsys)
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ("launch.start_method=fork", "launch.start_method='fork': must be one of auto, forkserver"),
+        ("launch.slots=0", "launch.slots=0: must be at least 1"),
+        ("launch.target=os:system", "os is not trusted"),
+    ],
+)
+def test_bad_input_to_the_launcher(
+    argument: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert text in refused([*QUICK, "workers=1", argument], capsys)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has what must be missing")
+def test_a_missing_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "device=cuda: not to be had here" in refused([*QUICK, "device=cuda"], capsys)
+
+
+def test_the_error_of_a_real_command_is_one_line(tmp_path: Path) -> None:
+    with Command(["agent.gamma=1.5"], tmp_path) as command:
+        command.wait()
+        assert command.leaves_nothing()
+    assert command.code == 2
+    assert command.err == "error: agent.gamma=1.5: must be at least 0 and at most 1\n"
+    assert command.out == ""
+    assert tree(tmp_path) == {}
+
+
+def test_a_run_dir_that_has_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused([*QUICK, "run_dir=run"], capsys)
+    assert "run_dir=run: holds the checkpoints of another run; go on from them with" in text
+
+
+def test_a_run_dir_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert "run_dir=file: " in refused([*QUICK, "run_dir=file"], capsys)
+
+
+def test_ckpt_without_eval_only(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused([*QUICK, "ckpt=run"], capsys)
+    assert text.endswith("/run/" + str(newest(run).relative_to(run)) + ": goes with --eval-only; "
+                         "to train on, resume=...")  # fmt: skip
+
+
+def test_resume_with_eval_only(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--eval-only needs ckpt" in refused(["--eval-only", "resume=run"], capsys)
+
+
+@pytest.mark.parametrize("flags", [["--eval-only", "ckpt={}"], ["resume={}"]])
+def test_what_is_no_checkpoint(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file.txt").write_text("")
+
+    def text(path: str) -> str:
+        return refused([flag.format(path) for flag in flags], capsys)
+
+    assert text("empty") == f"{tmp_path}/empty: an empty directory"
+    assert text("other") == f"{tmp_path}/other: neither a checkpoint nor a run that has one"
+    assert text("other/file.txt") == f"{tmp_path}/other/file.txt: not a file of a checkpoint"
+    assert text("missing") == f"{tmp_path}/missing: there is no such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("agent=dqn", "agent=dqn: a checkpoint keeps its agent; single settings can be changed"),
+        ("experiment=cartpole_dqn", "a checkpoint keeps its experiment"),
+        ("agent.foo=1", "agent.foo: there is no such setting; there are: agent.adam_epsilon"),
+        ("+agent.foo=1", "agent.foo: there is no such setting"),
+        ("agent.gamma=2", "agent.gamma=2.0: must be at least 0 and at most 1"),
+        ("agent.hidden=[17]", "other agent settings"),
+        ("env.id=Acrobot-v1", "was trained on CartPole-v1, whose name is CartPole-v1; that of"),
+        ("env.id=CartPole-v0", "was trained on CartPole-v1, whose name is CartPole-v1; that of"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*out of date:DeprecationWarning")  # of CartPole-v0
+def test_what_a_resume_refuses(
+    override: str, text: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert text in refused(["resume=run", "total_steps=300", override], capsys)
+
+
+@pytest.mark.parametrize(
+    ("settings", "starts"),
+    [
+        (["workers=1"], True),
+        (["workers=1", "launch.start_method=forkserver"], True),
+        (["workers=1", "launch.start_method=spawn"], False),
+        (["workers=0"], False),
+    ],
+)
+def test_the_fork_server_starts_early_where_it_is_needed(
+    settings: list[str], starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[bool] = []
+    monkeypatch.setattr("actorlearner.run.start_processes", lambda: started.append(True))
+    assert main([*QUICK, *settings, "env.id=Foo-v0"]) == 2
+    assert started == [True] * starts
+
+
+# ------------------------------------------------------------------ checkpoints of strangers
+
+
+def forge(directory: Path, name: str, change: Callable[[str], str]) -> None:
+    """Change a file of a checkpoint, and all checksums with it."""
+    path = directory / name
+    text = change(path.read_text())
+    path.write_text(text)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    if name != "manifest.json":
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        manifest["files"][name] = {"size_bytes": len(text.encode()), "sha256": digest}
+    content = json.dumps(manifest)
+    (directory / "manifest.json").write_text(content)
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    (directory / "manifest.sha256").write_text(f"{digest}  manifest.json\n")
+
+
+@pytest.mark.parametrize("flags", [["--eval-only", "ckpt=run"], ["resume=run"]])
+def test_a_checkpoint_of_another_agent(
+    flags: list[str], run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forge(newest(run), "manifest.json", lambda text: text.replace("dqn:DQN", "other:Other"))
+    text = refused(flags, capsys)
+    assert "holds actorlearner.agents.other:Other, not actorlearner.agents.dqn:DQN" in text
+
+
+@pytest.mark.parametrize("flags", [["--eval-only", "ckpt=run"], ["resume=run"]])
+@pytest.mark.parametrize(
+    ("target", "more", "text"),
+    [
+        ("os:system", "", "os is not trusted"),
+        ("tests.faulty:BrokenDQN", "", "tests is not trusted"),
+        ("tests.faulty:BrokenDQN", "trust: [tests]\n", "tests is not trusted"),
+        ("actorlearner.launch._child:run_child", "", "must be a class with training_steps()"),
+    ],
+)
+def test_a_checkpoint_names_no_code_but_this_package_s(
+    target: str,
+    more: str,
+    text: str,
+    flags: list[str],
+    run: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def change(yaml: str) -> str:
+        yaml = yaml.replace("target: actorlearner.agents.dqn:DQN", f"target: {target}")
+        return yaml.replace("trust: []\n", more) if more else yaml
+
+    forge(newest(run), "config_unresolved.yaml", change)
+    assert text in refused(flags, capsys)
+
+
+def test_who_runs_a_checkpoint_says_whom_to_trust(run: Path) -> None:
+    def change(text: str) -> str:
+        return text.replace("actorlearner.agents.dqn:DQN", "tests.faulty:BrokenDQN")
+
+    for name in ("config_unresolved.yaml", "manifest.json"):
+        forge(newest(run), name, change)
+    assert main(["--eval-only", "ckpt=run", "trust=[tests]"]) == 0
