@@ -12,6 +12,7 @@ import torch
 from actorlearner.config import make
 from actorlearner.contracts import (
     Agent,
+    BadInput,
     EnvFactory,
     EnvSpec,
     Launcher,
@@ -27,20 +28,23 @@ _INLINE = "actorlearner.launch.inline:InlineLauncher"
 _LOCAL = "actorlearner.launch.local:LocalLauncher"
 
 
-def resolve_device(device: str) -> torch.device:
+def resolve_device(device: str, lockstep: bool) -> torch.device:
     """The torch device that ``device`` names; auto takes a GPU if there is one.
 
     Raises:
-        SettingError: no such device here.
+        SettingError: no such device here, or not one for lockstep.
     """
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        use_gpu = torch.cuda.is_available() and not lockstep
+        return torch.device("cuda" if use_gpu else "cpu")
     try:
         resolved = torch.device(device)
         torch.zeros(1, device=resolved).item()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise SettingError(f"device={device}: not to be had here: {reason}") from error
+    if lockstep and resolved.type != "cpu":
+        raise SettingError(f"device={device}: lockstep needs cpu, whose sums keep their order")
     return resolved
 
 
@@ -65,6 +69,8 @@ def make_launcher(settings: TrainerSettings, launcher: Launcher | str | None) ->
         launcher: an instance, taken as it is; a target; or None for that of ``launch``.
     """
     if launcher is not None and not isinstance(launcher, str):
+        if settings.lockstep and not launcher.lockstep:
+            raise BadInput(f"launcher={launcher}: must be made with lockstep=True, as the Trainer")
         return launcher
     if settings.workers == 0 and launcher is None:
         inline: Launcher = make({"target": _INLINE}, "launch", "gather")

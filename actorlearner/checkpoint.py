@@ -315,8 +315,10 @@ def refuse_used(run_dir: str | Path, goes_on_from: str | Path | None) -> None:
     Raises:
         CheckpointError: it has.
     """
-    folder = Path(run_dir).absolute() / _FOLDER
-    if folder.exists() and (goes_on_from is None or find(goes_on_from).parent != folder):
+    here = Path(run_dir).absolute()
+    own = None if goes_on_from is None else Path(goes_on_from).absolute()
+    goes_on_here = own is not None and here in (own, *own.parents)
+    if _steps_in(here / _FOLDER) and not goes_on_here:
         raise CheckpointError(
             f"run_dir={run_dir}: holds the checkpoints of another run; go on from them with "
             f"resume={run_dir}, or choose another run_dir"

@@ -572,7 +572,9 @@ class Agent(Protocol):
         for name, training_step in agent.training_steps().items():
             output = training_step(carry)
             optimise(name, output.loss)
-            carry = output.carry or carry
+            carry = carry if output.carry is None else output.carry
+        updates += 1
+        for name in agent.training_steps():
             agent.after_step(name, updates)
 
     Before `fit` the Trainer sets ``device``, ``dtype``, ``tensorboard`` (a writer or None),
@@ -643,9 +645,11 @@ class Launcher(Protocol):
             launcher.publish(agent.snapshot(updates))
 
     Attributes:
-        notes: what the user should know of how workers started.
+        lockstep: whether `gather` is deterministic.
+        notes: what the user should know of how streams began; whoever tells it empties the list.
     """
 
+    lockstep: bool
     notes: list[str]
 
     def probe(self, factory: EnvFactory) -> EnvSpec:
@@ -665,7 +669,7 @@ class Launcher(Protocol):
 
         A view is valid until the next is asked for; the worker then gets its slot back if
         ``may_insert()``, else at a later `gather`. In lockstep: exactly one unroll per worker, by
-        index.
+        index, all valid until the next `gather`.
 
         Raises:
             WorkerError: a worker failed.

@@ -98,7 +98,7 @@ class GymEnvFactory:
         if isinstance(env, GymnasiumSpec):
             return cls(env.id, env, dict(kwargs or {}), imports)
         if callable(env):
-            name = getattr(env, "__name__", type(env).__name__)
+            name = str(getattr(env, "name", getattr(env, "__name__", type(env).__name__)))
             return cls(name, env, dict(kwargs or {}), imports)
         raise BadInput(f"env={env!r}: give a Gymnasium id, a spec, an Env class or a callable")
 

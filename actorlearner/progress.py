@@ -21,6 +21,8 @@ class Progress:
         log_clock: strikes when a line of metrics is due; counts env steps, as do the others.
         evaluation_clock: strikes when an evaluation is due.
         checkpoint_clock: strikes when a checkpoint is due.
+        before_evaluation: the state of its clock before the evaluation that is running, so that
+            what is saved meanwhile makes it up; None while none is.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Progress:
         self.log_clock = Every(log_every)
         self.evaluation_clock = Every(evaluate_every)
         self.checkpoint_clock = Every(checkpoint_every)
+        self.before_evaluation: dict[str, Any] | None = None
 
     def insert(self, unroll: Unroll) -> None:
         """Count an unroll that went into the store."""
@@ -57,10 +60,13 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """All counters, clocks and generators."""
+        parts = {name: part.state_dict() for name, part in self._parts().items()}
+        if self.before_evaluation is not None:
+            parts["evaluation_clock"] = self.before_evaluation
         return {
             "env_steps": self.env_steps,
             "updates": self.updates,
-            "parts": {name: part.state_dict() for name, part in self._parts().items()},
+            "parts": parts,
             "random": random_states(),
         }
 

@@ -23,7 +23,7 @@ def random_states() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=True),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
 
 

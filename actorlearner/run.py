@@ -12,7 +12,8 @@ import logging
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
@@ -133,7 +134,7 @@ def _compose(arguments: Sequence[str]) -> DictConfig:
         newest = checkpoint.newest_run(config.run_dir or _runs_of(config))
         if newest is not None:
             given.pop("run_dir", None)  # it said where to look, maybe above the run itself
-            return _saved_config("resume", newest, given)
+            return _saved_config("resume", newest, given, config)
         logger.info("resume=auto: no checkpoint yet, starting afresh")
         config.resume = None
     return config
@@ -204,13 +205,17 @@ def _dotted_keys(tree: Any, prefix: str = "") -> list[str]:
     ]
 
 
-def _saved_config(key: str, path: Path, given: Mapping[str, Any]) -> DictConfig:
+def _saved_config(
+    key: str, path: Path, given: Mapping[str, Any], fresh: DictConfig | None = None
+) -> DictConfig:
     """The unresolved configuration of a checkpoint with what was given on the command line.
 
     Args:
         key: ``resume`` or ``ckpt``.
         path: of a run, a checkpoint or a file in it.
         given: key and value of each override.
+        fresh: what the command line composes to; choices that the checkpoint made too are no
+            change. None refuses every choice.
     """
     from actorlearner import checkpoint
 
@@ -222,10 +227,13 @@ def _saved_config(key: str, path: Path, given: Mapping[str, Any]) -> DictConfig:
             "agent: use Trainer(checkpoint=...) there"
         )
     saved.trust = []  # a checkpoint may be a stranger's: only who runs it says whom to trust
+    _refuse_strange_modules(saved, given)
     was = OmegaConf.to_container(saved, resolve=True)
     known = _dotted_keys(OmegaConf.to_container(saved, resolve=False))
     for name, value in given.items():
         if name in _GROUPS:
+            if fresh is not None and _same_choice(fresh[name], saved[name], name, given):
+                continue
             raise BadInput(
                 f"{name}={value}: a checkpoint keeps its {name}; single settings can be changed, "
                 f"such as {next((k for k in known if k.startswith(name + '.')), 'seed')}=..."
@@ -242,6 +250,29 @@ def _saved_config(key: str, path: Path, given: Mapping[str, Any]) -> DictConfig:
         logger.info("going on in another run directory: %s", saved.run_dir)
     _tell_differences(was, OmegaConf.to_container(saved, resolve=True))
     return saved
+
+
+def _refuse_strange_modules(saved: DictConfig, given: Mapping[str, Any]) -> None:
+    """Refuse modules that a checkpoint wants imported, unless whoever runs it trusts them."""
+    modules = {"imports": list(saved.get("imports", []))}
+    if ":" in str(saved.env.get("id", "")):
+        modules["env.id"] = [str(saved.env.id).partition(":")[0]]
+    trusted = {"actorlearner", *map(str, given.get("trust") or ())}
+    for key, names in modules.items():
+        for package in (name.partition(".")[0] for name in names if key not in given):
+            if package not in trusted:
+                raise BadInput(
+                    f"{key}={names}: the checkpoint asks to import {package}; "
+                    f"add trust=[{package}] if you trust it"
+                )
+
+
+def _same_choice(fresh: Any, saved: Any, group: str, given: Mapping[str, Any]) -> bool:
+    """Whether both are one choice of ``group``, but for what was given setting by setting."""
+    if not isinstance(saved, DictConfig):
+        return bool(fresh == saved)
+    keys = {*fresh, *saved}
+    return all(fresh.get(k) == saved.get(k) for k in keys if f"{group}.{k}" not in given)
 
 
 def _tell_differences(was: Any, now: Any, prefix: str = "") -> None:
@@ -273,10 +304,13 @@ def _run(config: DictConfig) -> int:
     forks = tree["launch"].get("start_method") in ("auto", "forkserver")
     if forks and not command.eval_only and tree["workers"] != 0:
         start_processes()  # loads torch beside what follows, which needs seconds
+    with _run_dir_of(config, command):
+        return _build_and_run(config, tree, command)
+
+
+def _build_and_run(config: DictConfig, tree: Mapping[str, Any], command: CommandSettings) -> int:
     from actorlearner.trainer import Trainer
 
-    if not command.eval_only and config.run_dir is None:
-        config.run_dir = str(_new_run_dir(_runs_of(config)))
     trainer = Trainer.from_config(config, checkpoint=command.ckpt or command.resume)
     trust = trainer.settings.trust
     factory = make(tree["env"], "env", "factory", trust).factory(command.imports)
@@ -308,7 +342,7 @@ def _train(trainer: Any, factory: Any, replay_buffer: Any, agent: Any) -> int:
         metrics["evaluation/return_std"], metrics["evaluation/episodes"], run_dir,
         shlex.quote(f"ckpt={run_dir}"),
     )  # fmt: skip
-    return 3 if trainer.save_failed else 0
+    return 3 if trainer.save_failed or trainer.log_failed else 0
 
 
 def _evaluate(trainer: Any, factory: Any, agent: Any) -> int:
@@ -329,10 +363,25 @@ def _runs_of(config: DictConfig) -> Path:
     return Path("runs", str(config.get("experiment", CommandSettings.experiment)))
 
 
-def _new_run_dir(parent: Path) -> Path:
+@contextmanager
+def _run_dir_of(config: DictConfig, command: CommandSettings) -> Iterator[None]:
+    """Give ``config`` a run directory of its own if it names none; an empty one does not stay."""
+    if command.eval_only or config.run_dir is not None:
+        yield
+        return
+    runs = _runs_of(config)
     name = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    candidates = [parent / name, *(parent / f"{name}_{i}" for i in range(2, 1000))]
-    return next(path for path in candidates if not path.exists())
+    for candidate in (runs / name, *(runs / f"{name}_{i}" for i in range(2, 1000))):
+        with suppress(FileExistsError):  # taken, maybe a moment ago by another process
+            candidate.mkdir(parents=True)
+            break
+    config.run_dir = str(candidate)
+    try:
+        yield
+    finally:
+        for path in (candidate, runs, runs.parent):
+            with suppress(OSError):
+                path.rmdir()
 
 
 if __name__ == "__main__":

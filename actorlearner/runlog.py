@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from actorlearner.metrics import (
     TimeSplit,
 )
 
+logger = logging.getLogger(__name__)
+
 _ON_CONSOLE = ("*/loss", "train/return_mean", "evaluation/return_mean", "speed/updates_per_s")
 
 
@@ -37,6 +39,7 @@ class RunLog:
         writer: TensorBoard's, or None.
         last_training: env steps of the last line of training metrics.
         last_evaluation: env steps of the last evaluation that was written.
+        failed: whether something could not be written.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class RunLog:
         self.means = MetricWindow()
         self.writer: Any = None
         self.last_training = self.last_evaluation = -1
+        self.failed = False
         self._run_dir = run_dir
         self._tensorboard = tensorboard
         self._guests = list(sinks)
@@ -174,11 +178,18 @@ class RunLog:
         return metrics
 
     def _write(self, env_steps: int, updates: int, metrics: Mapping[str, float]) -> None:
+        line = {"updates": updates, "wall_s": self.wall_s, **metrics}
         for sink in [*self._guests, *self._own]:
-            if isinstance(sink, JsonLinesSink):
-                sink.write(env_steps, {"updates": updates, "wall_s": self.wall_s, **metrics})
-            else:
-                sink.write(env_steps, metrics)
+            self._try(sink.write, env_steps, line if isinstance(sink, JsonLinesSink) else metrics)
+
+    def _try(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Do ``work``; a full disk ends no run, but it is told once."""
+        try:
+            work(*arguments)
+        except OSError as error:
+            if not self.failed:
+                logger.error("metrics can't be written, training goes on: %s", error)
+            self.failed = True
 
     @property
     def wall_s(self) -> float:
@@ -188,7 +199,7 @@ class RunLog:
     def close(self) -> None:
         """Close what was opened here. Idempotent."""
         for sink in self._own:
-            sink.close()
+            self._try(sink.close)
         self._own, self._console = [], None
         if self._file is not None:
             logging.getLogger("actorlearner").removeHandler(self._file)

@@ -153,7 +153,9 @@ _fence_lock = threading.Lock()
 def _fence() -> None:
     """Keep memory accesses on their side of this line.
 
-    x86 keeps stores, and loads, in order by itself; elsewhere taking and releasing a lock does it.
+    x86 keeps stores, and loads, in order by itself. Elsewhere a lock does it, taken twice: what is
+    before may move into the first holding and what is after into the second, but not past another.
     """
-    with _fence_lock:
-        pass
+    for _ in range(2):
+        with _fence_lock:
+            pass

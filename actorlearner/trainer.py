@@ -142,8 +142,10 @@ class TrainerSettings(Settings):
         return max(1, self.workers) * self.envs_per_worker
 
     def check(self) -> None:
-        """The device must exist."""
-        resolve_device(self.device)
+        """The device must exist, and lockstep be kept."""
+        resolve_device(self.device, self.lockstep)
+        if self.lockstep and self.dtype != "float32":
+            raise SettingError(f"{self.key('dtype')}={self.dtype}: lockstep needs float32")
 
 
 class Trainer:
@@ -160,7 +162,7 @@ class Trainer:
         device: of the learner.
         dtype: of the model's parameters.
         checkpoint: what to go on from.
-        save_failed: whether a checkpoint could not be written.
+        save_failed: whether the newest checkpoint could not be written.
     """
 
     def __init__(
@@ -192,7 +194,7 @@ class Trainer:
                 settings[name] = str(settings[name]).removeprefix("torch.")
         self.settings = TrainerSettings.make(settings)
         self.config = config
-        self.device = resolve_device(self.settings.device)
+        self.device = resolve_device(self.settings.device, self.settings.lockstep)
         self.dtype: torch.dtype = getattr(torch, self.settings.dtype)
         self.save_failed = False
         self.checkpoint = checkpoint
@@ -219,6 +221,11 @@ class Trainer:
     def updates(self) -> int:
         """Batches learned from so far."""
         return self._progress.updates
+
+    @property
+    def log_failed(self) -> bool:
+        """Whether some metrics could not be written."""
+        return self._log.failed
 
     @property
     def is_saved(self) -> bool:
@@ -282,7 +289,9 @@ class Trainer:
             self._publish(launcher, model)
         timeout = 0.0 if self._progress.limiter.owes_an_update() else _WAIT_S
         with self._log.split("gather"):
-            for unroll in launcher.gather(timeout, self._progress.limiter.may_insert):
+            unrolls = launcher.gather(timeout, self._progress.limiter.may_insert)
+            # In lockstep a round counts as a whole, lest a failure leave half of one to resume.
+            for unroll in list(unrolls) if self.settings.lockstep else unrolls:
                 with self._log.split("add"):
                     replay_buffer.add(unroll)
                     self._progress.insert(unroll)
@@ -290,6 +299,8 @@ class Trainer:
                 if self.env_steps >= self.settings.total_steps and not self.settings.lockstep:
                     break
         self._tell_progress(model)
+        while launcher.notes:
+            logger.warning(launcher.notes.pop(0))
 
     def _learn(self, launcher: Launcher, replay_buffer: Store, model: Agent) -> None:
         """Make the updates that are owed; in lockstep all, else until other work may wait."""
@@ -357,18 +368,28 @@ class Trainer:
         is_last = self.env_steps >= self.settings.total_steps  # whose work `fit` does anyway
         if self._progress.log_clock.due(self.env_steps) and not is_last:
             self._write_training(replay_buffer)
+        before = self._progress.evaluation_clock.state_dict()
         if self._progress.evaluation_clock.due(self.env_steps) and not is_last:
             if self.settings.lockstep:
                 self.evaluate(model)
             else:
-                request = self.settings.evaluation.request(self.env_steps)
-                if not launcher.request_evaluation(model.snapshot(self.updates), request):
-                    logger.info("skipped an evaluation: the one before it is still running")
-        result = launcher.poll_evaluation()
-        if result is not None:
-            self._log.write_evaluation(result)
+                self._request_evaluation(launcher, model, before)
+        if (result := launcher.poll_evaluation()) is not None:
+            self._take_evaluation(result)
         if self._progress.checkpoint_clock.due(self.env_steps) and not is_last:
             self._save(model)
+
+    def _request_evaluation(self, launcher: Launcher, model: Agent, before: dict[str, Any]) -> None:
+        request = self.settings.evaluation.request(self.env_steps)
+        with self._log.split("evaluate"):
+            if launcher.request_evaluation(model.snapshot(self.updates), request):
+                self._progress.before_evaluation = before
+            else:
+                logger.info("skipped an evaluation: the one before it is still running")
+
+    def _take_evaluation(self, result: EvaluationResult) -> dict[str, float]:
+        self._progress.before_evaluation = None
+        return self._log.write_evaluation(result)
 
     # -------------------------------------------------------------------- asked for by name
 
@@ -388,9 +409,9 @@ class Trainer:
         request = self.settings.evaluation.request(self.env_steps)
         with self._log.split("evaluate"):
             while not launcher.request_evaluation(snapshot, request):
-                self._log.write_evaluation(self._await_evaluation(launcher))
+                self._take_evaluation(self._await_evaluation(launcher))
             result = self._await_evaluation(launcher)
-        return self._log.write_evaluation(result)
+        return self._take_evaluation(result)
 
     def _await_evaluation(self, launcher: Launcher) -> EvaluationResult:
         while (result := launcher.poll_evaluation(_WAIT_S)) is None:
@@ -415,7 +436,7 @@ class Trainer:
         if self.checkpoint is None:
             raise CheckpointError("evaluation needs checkpoint=RUN_DIR_or_FILE")
         factory = GymEnvFactory.of(env)
-        alone = replace(self.settings, workers=0)
+        alone = replace(self.settings, workers=0, envs_per_worker=1)
         self._log = RunLog(None)
         with learner_threads(alone), make_launcher(alone, None) as launcher:
             self._env_spec = launcher.probe(factory)
@@ -502,7 +523,11 @@ class Trainer:
             held, wanted = sorted(states["optimizers"]), sorted(self._optimizers)
             raise CheckpointError(f"{self.checkpoint}: has optimizers {held}, not {wanted}")
         for name, optimizer in self._optimizers.items():
+            asked = [dict(group) for group in optimizer.param_groups]
             optimizer.load_state_dict(states["optimizers"][name])
+            for group, options in zip(optimizer.param_groups, asked, strict=True):
+                # A rate may be on a schedule, and is where that was; the rest is as asked for now.
+                group.update({k: v for k, v in options.items() if k not in ("params", "lr")})
         self._progress.load_state_dict(states["progress"])
         self._log.load_state_dict(states["log"])
         if replay_buffer is not None and "replay" in states:
@@ -551,8 +576,6 @@ class Trainer:
                 raise
             finally:
                 self._running_launcher = None
-                for note in launcher.notes:
-                    logger.warning(note)
 
     def _build(self, env_spec: EnvSpec, replay_buffer: Store, model: Agent) -> None:
         """Build the model and the store, and everything that counts and keeps time."""
@@ -566,6 +589,8 @@ class Trainer:
         owed_rows = max(0, s.total_steps - warmup) * s.samples_per_insert
         replay_buffer.seed(s.seed)
         replay_buffer.build(env_spec, sample_spec, layout, int(owed_rows / sample_spec.batch_size))
+        if s.lockstep and not replay_buffer.save:
+            raise SettingError("replay.save=False: lockstep needs the replay in its checkpoints")
         self._replay_buffer = replay_buffer
         self._progress = self._new_progress(sample_spec.batch_size, warmup)
         self._log = RunLog(s.run_dir, self._tensorboard, self._sinks)
@@ -573,7 +598,7 @@ class Trainer:
 
     def _new_progress(self, batch_size: int, warmup_env_steps: int) -> Progress:
         s = self.settings
-        in_flight = 2 * s.num_streams * s.unroll_length
+        in_flight = int(s.launch.get("slots", 2)) * s.num_streams * s.unroll_length
         return Progress(
             SamplesPerInsert(s.samples_per_insert, batch_size, warmup_env_steps, in_flight),
             StreamLedger(s.num_streams, record_actions=s.lockstep),

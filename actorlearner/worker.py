@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ class EnvWorker:
 
     Attributes:
         phase: what it is doing, in words, for error messages.
-        notes: what the user should know of how it started.
+        notes: what the user should know of how its streams began.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -54,7 +53,7 @@ class EnvWorker:
         self._snapshot: Snapshot | None = None
 
     def open(self) -> None:
-        """Build the environments and the policy, and bring each stream to where it stood."""
+        """Build the environments and the policy."""
         spec = self.spec
         self.phase = "constructing the environment"
         self._envs = []
@@ -71,8 +70,7 @@ class EnvWorker:
         self._returns = np.zeros(count)
         self._lengths = np.zeros(count, np.int64)
         self._episodes = np.zeros(count, np.int64)
-        states = spec.stream_states or tuple(StreamState(0) for _ in spec.streams)
-        self._restore(states)
+        self._has_begun = False
 
     def _make_policy(self, greedy: bool) -> Any:
         spec = self.spec
@@ -81,8 +79,10 @@ class EnvWorker:
         with torch.random.fork_rng(devices=[]):
             return spec.policy_factory(spec.env_spec, spec.streams, spec.num_streams, greedy)
 
-    def _restore(self, states: Sequence[StreamState]) -> None:
-        """Start the episodes, and repeat the actions that were taken in them."""
+    def _begin(self) -> None:
+        """Bring each stream to where it stood: start its episode, and repeat its actions."""
+        self._has_begun = True
+        states = self.spec.stream_states or tuple(StreamState(0) for _ in self.spec.streams)
         for column, state in enumerate(states):
             self._start_episode(column, state.episode, seeded=True)
         differ = [column for column, state in enumerate(states) if not self._repeat(column, state)]
@@ -141,6 +141,8 @@ class EnvWorker:
             NonFiniteError: an observation or a reward is NaN or infinite.
         """
         spec = self.spec
+        if not self._has_begun:
+            self._begin()  # not in `open`: a long episode is no slow constructor
         if snapshot is not self._snapshot:
             self._policy.load(snapshot)
             self._snapshot = snapshot

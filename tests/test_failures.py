@@ -31,7 +31,8 @@ def saved_env_steps(run_dir: Path) -> int:
 def goes_on(run_dir: Path, *overrides: str) -> bool:
     """Assert that `resume` learns on from where ``run_dir`` stands."""
     before = saved_env_steps(run_dir)
-    arguments = [f"resume={run_dir}", f"total_steps={before + 100}", *overrides]
+    more = [f"total_steps={before + 100}", "trust=[tests]", *overrides]
+    arguments = [f"resume={run_dir}", *more]
     assert main(arguments) == 0
     assert saved_env_steps(run_dir) >= before + 100
     steps = [line["env_steps"] for line in metrics(run_dir) if "q/loss" in line]

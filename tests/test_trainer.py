@@ -177,9 +177,14 @@ class TestSettings:
     }  # fmt: skip
 
     def test_i1_each_is_readable(self) -> None:
-        trainer = Trainer(**self.CHANGED, evaluation={"episodes": 4, "step_limit": 9, "seed": 2})
-        for name, value in self.CHANGED.items():
-            assert getattr(trainer.settings, name) == value
+        changed = self.CHANGED
+        evaluation = {"episodes": 4, "step_limit": 9, "seed": 2}
+        for without in ("lockstep", "dtype"):  # these two don't go together
+            some = {name: value for name, value in changed.items() if name != without}
+            trainer = Trainer(**some, evaluation=evaluation)
+            for name, value in some.items():
+                assert getattr(trainer.settings, name) == value
+        for name, value in changed.items():
             assert getattr(TrainerSettings(), name) != value or name == "device", name
         assert trainer.settings.evaluation.episodes == 4
         assert trainer.settings.num_streams == 6
@@ -213,6 +218,8 @@ class TestSettings:
             ({"device": "abacus"}, "^device=abacus: not to be had here: "),
             ({"device": "cuda:99"}, "^device=cuda:99: not to be had here: "),
             ({"device": 3}, "^device=3: a text is needed"),
+            ({"device": "meta"}, "^device=meta: not to be had here: "),
+            ({"dtype": "bfloat16", "lockstep": True}, "^trainer.dtype=bfloat16: lockstep needs"),
             ({"samples_per_insert": float("inf")}, "^samples_per_insert=inf: must be greater"),
             ({"samples_per_insert": float("nan")}, "^samples_per_insert=nan: must be greater"),
             ({"evaluation": {"episodes": 0}}, "^evaluation.episodes=0: must be at least 1"),
@@ -244,7 +251,7 @@ class TestSettings:
     def test_i3_device_and_dtype_as_text_or_object(
         self, device: Any, dtype: Any, expected: torch.dtype
     ) -> None:
-        trainer, model = trainer_of(device=device, dtype=dtype), dqn()
+        trainer, model = trainer_of(device=device, dtype=dtype, lockstep=False), dqn()
         trainer.fit(Guess, replay(), model)
         wanted = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu"
         assert {p.device.type for p in model.parameters()} == {wanted}
@@ -892,7 +899,7 @@ class TestCheckpoints:
         assert int(moments["step"]) == trainer.updates  # the rest goes on
 
     def test_without_replay_the_warm_up_begins_anew(self, tmp_path: Path) -> None:
-        trainer_of(run_dir=tmp_path).fit(Guess, replay(save=False), dqn())
+        trainer_of(run_dir=tmp_path, lockstep=False).fit(Guess, replay(save=False), dqn())
         assert "replay" not in checkpoint.read_manifest(checkpoint.find(tmp_path)).states
         trainer = trainer_of(run_dir=tmp_path, checkpoint=tmp_path, total_steps=128)
         start = checkpoints(tmp_path)[-1]

@@ -1,8 +1,8 @@
 """The life of a child process: probe an environment, collect unrolls, or evaluate.
 
-A child says ``(kind, payload)`` over its pipe: ``ready`` (notes), ``commit`` (which slot is full),
-``result`` (of a probe or an evaluation) or ``failure``. It is told what to do next by a slot
-number or an evaluation, and to end by None or the end of the pipe.
+A child says ``(kind, payload)`` over its pipe: ``ready``, ``notes`` (for the user), ``commit``
+(which slot is full), ``result`` (of a probe or an evaluation) or ``failure``. It is told what to do
+next by a slot number or an evaluation, and to end by None or the end of the pipe.
 """
 
 from __future__ import annotations
@@ -123,6 +123,8 @@ def leave_signals_to_the_learner() -> None:
     """Ctrl-C and SIGTERM reach the whole group; what they mean is for the learner to say."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):  # the parent held them back until here
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
 def die_with_parent() -> None:
@@ -223,7 +225,7 @@ def _collect(
 ) -> None:
     worker.open()
     unrolls = slot_unrolls(worker.spec, slots)
-    connection.send(("ready", worker.notes))
+    connection.send(("ready", None))
     while True:
         since = time.perf_counter()
         slot = connection.recv()
@@ -233,6 +235,9 @@ def _collect(
         unroll = unrolls[slot]
         worker.collect(snapshots.read(), unroll)
         unroll.seconds["wait"] = waited
+        if worker.notes:
+            connection.send(("notes", worker.notes))
+            worker.notes = []
         commit = Commit(
             slot,
             unroll.sequence,
@@ -245,7 +250,7 @@ def _collect(
 
 
 def _evaluate(worker: EnvWorker, connection: Connection, snapshots: SnapshotBuffer) -> None:
-    connection.send(("ready", []))
+    connection.send(("ready", None))
     while True:
         request: EvaluationRequest | None = connection.recv()
         if request is None:

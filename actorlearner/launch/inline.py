@@ -26,8 +26,13 @@ from actorlearner.worker import EnvWorker, probe
 class InlineLauncher(LauncherBase):
     """Runs every worker here, one after the other; always in lockstep."""
 
-    def __init__(self) -> None:
-        """Nothing is started yet."""
+    def __init__(self, *, lockstep: bool = True) -> None:
+        """Nothing is started yet.
+
+        Args:
+            lockstep: as of every launcher; here it is so anyway.
+        """
+        self.lockstep = True
         self._workers: list[EnvWorker] = []
         self._unrolls: list[Unroll] = []
         self._evaluator: EnvWorker | None = None
@@ -51,7 +56,6 @@ class InlineLauncher(LauncherBase):
         for worker in self._workers:
             with _failures_of(worker):
                 worker.open()
-            self.notes += worker.notes
         self._unrolls = [_new_unroll(spec) for spec in specs]
 
     def publish(self, snapshot: Snapshot) -> None:
@@ -70,6 +74,8 @@ class InlineLauncher(LauncherBase):
         for worker, unroll in zip(self._workers, self._unrolls, strict=True):
             with _failures_of(worker):
                 worker.collect(snapshot, unroll)
+            self.notes += worker.notes
+            worker.notes = []
             yield unroll
 
     def request_evaluation(self, snapshot: Snapshot, request: EvaluationRequest) -> bool:

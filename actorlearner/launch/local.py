@@ -84,7 +84,7 @@ class LocalLauncher(LauncherBase):
             settings: see `LaunchSettings`.
         """
         self.settings = LaunchSettings.make(settings)
-        self._lockstep = lockstep
+        self.lockstep = lockstep
         self._children: list[_Child] = []
         self._evaluator: _Child | None = None
         self._snapshots: SnapshotBuffer | None = None
@@ -115,7 +115,7 @@ class LocalLauncher(LauncherBase):
             child = self._spawn("collect", spec.index, name, cloudpickle.dumps(spec), memory)
             child.unrolls, child.owned = slot_unrolls(spec, slots), slots
             self._children.append(child)
-            if not self._lockstep:
+            if not self.lockstep:
                 for slot in range(self.settings.slots):
                     child.send(slot)
 
@@ -129,12 +129,14 @@ class LocalLauncher(LauncherBase):
         """See `contracts.Launcher`."""
         if not self._children:
             raise LauncherClosed("gather needs a launcher that is started")
-        if self._lockstep:
+        if self.lockstep:
             yield from self._gather_in_order(may_insert)
             return
         self._give_back_credits(may_insert)
         for child in self._wait(self._children, timeout):
-            while child.connection.poll():
+            for _ in range(self.settings.slots):  # no more, though credits go back meanwhile
+                if not child.connection.poll():
+                    break
                 commit: Commit | None = self._receive(child)
                 if commit is not None:
                     self._credits.append((child, commit.slot))  # lasts if the caller leaves here
@@ -240,8 +242,8 @@ class LocalLauncher(LauncherBase):
         child.is_ready = True
         if kind == "failure":
             self._fail([payload])
-        if kind == "ready":
-            self.notes += payload
+        if kind in ("ready", "notes"):
+            self.notes += payload or []
             return None
         if child.role == "evaluate":
             child.is_busy = False
@@ -339,10 +341,11 @@ class _Child:
         return self.failure(phase, how)
 
     def kill(self) -> None:
-        """End the process and what it started, now."""
+        """End the process and what it started, now; its group outlives it."""
         pid = self.process.pid
         with suppress(ProcessLookupError, PermissionError):
-            if hasattr(os, "killpg") and os.getpgid(pid) == pid:
+            # Before it has a group of its own, it is in that of the fork server or the learner.
+            if hasattr(os, "killpg") and (self.is_ready or os.getpgid(pid) == pid):
                 os.killpg(pid, signal.SIGKILL)
         self.process.kill()
 
@@ -357,6 +360,7 @@ def _close(children: Sequence[_Child]) -> None:
         if child.process.exitcode is None:
             child.kill()
             child.process.join()
+        child.kill()  # what it started may have outlived it
         child.connection.close()
         child.process.close()
         child.unrolls = []
@@ -369,14 +373,17 @@ def _surroundings() -> Iterator[None]:
     """What a new process finds: one thread for each library that asks, and no ``__main__``.
 
     It would import the user's script again, which may lack a ``__main__`` guard; all that it needs
-    from there travels by value.
+    from there travels by value. SIGINT and SIGTERM are held back until it has learned to ignore
+    them.
     """
     main, environment = sys.modules["__main__"], dict(os.environ)
     sys.modules["__main__"] = types.ModuleType("__main__")
     os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         sys.modules["__main__"] = main
         for name in _ONE_THREAD:
             del os.environ[name]

@@ -207,12 +207,12 @@ def test_episodes_that_can_not_be_rebuilt_start_anew():
     first_sequence, states = ledger.going_on((0, 1))
     ForgetsOnce.built = 0
     resumed = opened(spec, first_sequence=first_sequence, stream_states=states)
+    unroll = collected(resumed)
     (note,) = resumed.notes
     assert note == (
         "ForgetsOnce gave other observations when streams [0] repeated the actions of their "
         "episodes; the episodes of streams [0, 1] were started anew"
     )
-    unroll = collected(resumed)
     assert unroll.sequence == first_sequence + 1  # the gap
     assert unroll.first[0].all()
     ledger.note(unroll)
@@ -223,6 +223,7 @@ def test_episodes_that_can_not_be_rebuilt_start_anew():
     assert [s.episode for s in states] == [e + 1 + n for e, n in zip(episodes, ends, strict=True)]
     ForgetsOnce.built = 1  # now neither slot forgets: the stream that did not must be rebuilt
     again = opened(spec, first_sequence=first_sequence, stream_states=states)
+    collected(again)
     (note,) = again.notes
     assert "streams [0] repeated" in note  # what it was when it forgot can't be had again
 
@@ -237,8 +238,8 @@ def test_rebuilding_stops_where_the_episode_ends_early():
             ledger.note(collected(worker))
         first_sequence, states = ledger.going_on((0, 1))
         resumed = opened(spec, seed=seed, first_sequence=first_sequence, stream_states=states)
-        ended_early += len(resumed.notes)
         assert collected(resumed).sequence == first_sequence + 1
+        ended_early += len(resumed.notes)
     assert ended_early >= 30
 
 

@@ -403,8 +403,9 @@ def test_every_environment_that_was_built_is_closed(tmp_path, how, caplog):
         with pytest.raises(UnsupportedSpace):
             probe(factory)
     elif how == "reset":
+        worker.open()
         with pytest.raises(ZeroDivisionError):
-            worker.open()
+            collected(worker)
         with pytest.raises(ZeroDivisionError):
             probe(factory)
     else:
