@@ -98,7 +98,8 @@ class GymEnvFactory:
         if isinstance(env, GymnasiumSpec):
             return cls(env.id, env, dict(kwargs or {}), imports)
         if callable(env):
-            name = str(getattr(env, "name", getattr(env, "__name__", type(env).__name__)))
+            own = getattr(env, "name", None)  # of a class it may be a property
+            name = own if isinstance(own, str) else getattr(env, "__name__", type(env).__name__)
             return cls(name, env, dict(kwargs or {}), imports)
         raise BadInput(f"env={env!r}: give a Gymnasium id, a spec, an Env class or a callable")
 

@@ -24,7 +24,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from actorlearner.config import Settings, config_dir, make, unknown_key
@@ -215,7 +215,7 @@ def _saved_config(
         path: of a run, a checkpoint or a file in it.
         given: key and value of each override.
         fresh: what the command line composes to; choices that the checkpoint made too are no
-            change. None refuses every choice.
+            change, and whom it trusts is trusted. None refuses every choice.
     """
     from actorlearner import checkpoint
 
@@ -226,13 +226,13 @@ def _saved_config(
             f"{where}: was written by a Python script, which alone knows its environment and "
             "agent: use Trainer(checkpoint=...) there"
         )
-    saved.trust = []  # a checkpoint may be a stranger's: only who runs it says whom to trust
-    _refuse_strange_modules(saved, given)
+    # A checkpoint may be a stranger's: only who runs it says whom to trust.
+    saved.trust = [] if fresh is None else fresh.trust
     was = OmegaConf.to_container(saved, resolve=True)
     known = _dotted_keys(OmegaConf.to_container(saved, resolve=False))
     for name, value in given.items():
         if name in _GROUPS:
-            if fresh is not None and _same_choice(fresh[name], saved[name], name, given):
+            if fresh is not None and _same_choice(fresh.get(name), saved.get(name), name, given):
                 continue
             raise BadInput(
                 f"{name}={value}: a checkpoint keeps its {name}; single settings can be changed, "
@@ -248,31 +248,48 @@ def _saved_config(
         saved.run_dir = None if is_evaluation else str(where.parent.parent)
     elif not is_evaluation and Path(saved.run_dir).absolute() != where.parent.parent:
         logger.info("going on in another run directory: %s", saved.run_dir)
+    _refuse_strange_modules(saved, given, fresh)
     _tell_differences(was, OmegaConf.to_container(saved, resolve=True))
     return saved
 
 
-def _refuse_strange_modules(saved: DictConfig, given: Mapping[str, Any]) -> None:
-    """Refuse modules that a checkpoint wants imported, unless whoever runs it trusts them."""
-    modules = {"imports": list(saved.get("imports", []))}
-    if ":" in str(saved.env.get("id", "")):
-        modules["env.id"] = [str(saved.env.id).partition(":")[0]]
-    trusted = {"actorlearner", *map(str, given.get("trust") or ())}
-    for key, names in modules.items():
-        for package in (name.partition(".")[0] for name in names if key not in given):
-            if package not in trusted:
+def _refuse_strange_modules(
+    saved: DictConfig, given: Mapping[str, Any], fresh: DictConfig | None
+) -> None:
+    """Refuse modules that only a checkpoint wants imported, unless whoever runs it trusts them."""
+    trusted = {"actorlearner", *_texts(saved, "trust")}
+    own = {} if fresh is None else _modules(fresh)
+    for key, names in _modules(saved).items():
+        for name in names if key not in given else ():
+            package = name.partition(".")[0]
+            if package not in trusted and name not in own.get(key, ()):
                 raise BadInput(
-                    f"{key}={names}: the checkpoint asks to import {package}; "
+                    f"{key}={name}: the checkpoint asks to import {package}; "
                     f"add trust=[{package}] if you trust it"
                 )
+
+
+def _modules(config: DictConfig) -> dict[str, list[str]]:
+    """What ``config`` wants imported, by the key that says so."""
+    of_env = str(OmegaConf.select(config, "env.id")).rpartition(":")[0]
+    return {"imports": _texts(config, "imports"), "env.id": [of_env] if of_env else []}
+
+
+def _texts(config: DictConfig, key: str) -> list[str]:
+    """The list at ``key``; none if there is something else, which is refused where it is used."""
+    value = OmegaConf.select(config, key)
+    return [str(item) for item in value] if isinstance(value, ListConfig) else []
 
 
 def _same_choice(fresh: Any, saved: Any, group: str, given: Mapping[str, Any]) -> bool:
     """Whether both are one choice of ``group``, but for what was given setting by setting."""
     if not isinstance(saved, DictConfig):
         return bool(fresh == saved)
-    keys = {*fresh, *saved}
-    return all(fresh.get(k) == saved.get(k) for k in keys if f"{group}.{k}" not in given)
+    # Unresolved: what a choice refers to may well have changed.
+    ours: Any = OmegaConf.to_container(fresh, resolve=False)
+    theirs: Any = OmegaConf.to_container(saved, resolve=False)
+    changed = {key.split(".")[1] for key in given if key.startswith(f"{group}.")}
+    return all(ours.get(k) == theirs.get(k) for k in {*ours, *theirs} - changed)
 
 
 def _tell_differences(was: Any, now: Any, prefix: str = "") -> None:
@@ -372,9 +389,13 @@ def _run_dir_of(config: DictConfig, command: CommandSettings) -> Iterator[None]:
     runs = _runs_of(config)
     name = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     for candidate in (runs / name, *(runs / f"{name}_{i}" for i in range(2, 1000))):
-        with suppress(FileExistsError):  # taken, maybe a moment ago by another process
+        try:
             candidate.mkdir(parents=True)
             break
+        except FileExistsError:  # taken, maybe a moment ago by another process
+            continue
+        except OSError as error:
+            raise BadInput(f"run_dir={candidate}: {error.strerror}") from error
     config.run_dir = str(candidate)
     try:
         yield

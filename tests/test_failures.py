@@ -5,8 +5,10 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from actorlearner import checkpoint
@@ -155,6 +157,38 @@ def test_a_signal_while_workers_start_ends_the_run(tmp_path: Path) -> None:
         command.wait(10)
         assert command.leaves_nothing()
     assert command.code == 130, command.err
+    assert "Traceback" not in command.err
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "processes"),
+    [
+        pytest.param(signal.SIGINT, 130, 1, id="SIGINT-probe"),
+        pytest.param(signal.SIGTERM, 143, 1, marks=pytest.mark.slow, id="SIGTERM-probe"),
+        pytest.param(signal.SIGINT, 130, 2, marks=pytest.mark.slow, id="SIGINT-workers"),
+        pytest.param(signal.SIGTERM, 143, 2, marks=pytest.mark.slow, id="SIGTERM-workers"),
+    ],
+)
+def test_a_signal_is_not_for_processes_that_are_being_spawned(
+    number: signal.Signals, code: int, processes: int, tmp_path: Path
+) -> None:
+    """It comes before their first line of code; the first is the probe."""
+    seen: set[int] = set()
+
+    def have_begun() -> bool:
+        for process in command.processes():
+            with suppress(psutil.NoSuchProcess):
+                if "spawn_main" in " ".join(process.cmdline()):
+                    seen.add(process.pid)
+        return len(seen) >= processes
+
+    with Command([*FAULTY, *ENDLESS, "launch.start_method=spawn"], tmp_path) as command:
+        command.wait_until(have_begun)
+        time.sleep(0.05)  # for Python to get as far as to handle signals
+        command.signal(number, group=True)
+        command.wait(10)
+        assert command.leaves_nothing()
+    assert command.code == code, command.err
     assert "Traceback" not in command.err
 
 

@@ -11,15 +11,19 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from actorlearner import checkpoint
-from actorlearner.run import main
+from actorlearner import metrics as sinks
+from actorlearner.run import CommandSettings, _run_dir_of, main
 from tests.command import SMALL, Command, metrics, tree
 
 QUICK = (*SMALL, "workers=0", "total_steps=200", "evaluation.episodes=1")
@@ -193,6 +197,23 @@ def test_two_runs_of_the_same_second_have_directories_of_their_own(tmp_path: Pat
     assert len(list((tmp_path / "runs" / "cartpole_dqn").iterdir())) == 3
 
 
+def test_two_runs_that_start_together_have_directories_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Frozen(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Frozen:
+            return cls(2026, 1, 2, 3, 4, 5)
+
+    monkeypatch.setattr("actorlearner.run.datetime", Frozen)
+    one, other = (OmegaConf.create({"run_dir": None, "experiment": "e"}) for _ in range(2))
+    command = CommandSettings()
+    with _run_dir_of(one, command), _run_dir_of(other, command):  # and neither has written yet
+        assert one.run_dir == "runs/e/2026-01-02_03-04-05"
+        assert other.run_dir == "runs/e/2026-01-02_03-04-05_2"
+    assert tree(tmp_path) == {}, "empty ones do not stay"
+
+
 def test_a_run_whose_last_save_fails_says_so_in_its_exit_code(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,6 +224,18 @@ def test_a_run_whose_last_save_fails_says_so_in_its_exit_code(
     assert main([*QUICK, "run_dir=full"]) == 3
     assert "no checkpoint was written, training goes on: " in told(caplog)
     assert "No space left on device; 5 bytes needed" in told(caplog)
+
+
+def test_so_does_a_run_whose_metrics_can_not_be_written(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sinks.JsonLinesSink, "write", write)
+    assert main([*QUICK, "run_dir=full"]) == 3
+    assert env_steps(Path("full")) >= 200
+    assert told(caplog).count("metrics can't be written, training goes on: [Errno 28]") == 1
 
 
 # ------------------------------------------------------------------------------- evaluation
@@ -296,6 +329,39 @@ def test_auto_starts_afresh_where_there_is_nothing(
     assert "starting afresh" in told(caplog)
     (run_dir,) = (tmp_path / "runs" / "cartpole_dqn").iterdir()
     assert env_steps(run_dir) >= 200
+
+
+def test_auto_starts_afresh_where_the_first_save_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "killed" / "checkpoints" / "saving.tmp").mkdir(parents=True)
+    assert main([*QUICK, "total_steps=64", "resume=auto", "run_dir=killed"]) == 0
+    assert env_steps(tmp_path / "killed") >= 64
+
+
+def test_auto_takes_the_same_command_line_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Choices too, even if what they refer to has changed; but no other choice."""
+    changing = ("agent.learning_rate", "total_steps")  # that of the experiment refers to this
+    quick = [argument for argument in QUICK if not argument.startswith(changing)]
+    arguments = [*quick, "experiment=cartpole_dqn", "agent=dqn", "env=gym", "resume=auto"]
+    for total in (200, 300):
+        assert main([*arguments, "replay=uniform", f"total_steps={total}"]) == 0
+    (run_dir,) = (tmp_path / "runs" / "cartpole_dqn").iterdir()
+    assert env_steps(run_dir) >= 300
+    text = refused([*arguments, "replay=prioritized"], capsys)
+    assert text.startswith("replay=prioritized: a checkpoint keeps its replay; single settings")
+
+
+def test_auto_trusts_what_the_command_line_asks_for_anyway(tmp_path: Path) -> None:
+    folder = tmp_path / "mine" / "experiment"
+    folder.mkdir(parents=True)
+    settings = ["# @package _global_", "env: {id: 'tests.faulty:Faulty-v0'}", "trust: [tests]",
+                "agent: {target: 'tests.faulty:BrokenDQN'}", "imports: [json]"]  # fmt: skip
+    (folder / "own.yaml").write_text("\n".join(settings))
+    arguments = [*QUICK, "--config-dir=mine", "experiment=own", "resume=auto", "run_dir=own"]
+    for total in (32, 64):  # before the warm-up has ended, and so before the first update
+        assert main([*arguments, f"total_steps={total}"]) == 0
+        assert total <= env_steps(tmp_path / "own") < total + 32
 
 
 def test_auto_goes_on_from_the_newest(tmp_path: Path, original: Path) -> None:
@@ -598,6 +664,13 @@ def test_a_run_dir_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFix
     assert "run_dir=file: " in refused([*QUICK, "run_dir=file"], capsys)
 
 
+def test_a_default_run_dir_that_cannot_be_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs").touch()
+    assert re.match(r"run_dir=runs/cartpole_dqn/[\d_-]+: Not a dir", refused([*QUICK], capsys))
+
+
 def test_ckpt_without_eval_only(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = refused([*QUICK, "ckpt=run"], capsys)
     assert text.endswith("/run/" + str(newest(run).relative_to(run)) + ": goes with --eval-only; "
@@ -723,3 +796,52 @@ def test_who_runs_a_checkpoint_says_whom_to_trust(run: Path) -> None:
     for name in ("config_unresolved.yaml", "manifest.json"):
         forge(newest(run), name, change)
     assert main(["--eval-only", "ckpt=run", "trust=[tests]"]) == 0
+
+
+STRANGE = {
+    "imports: []": "imports: [actorlearner, evil.deep]",
+    "id: CartPole-v1": "id: evil.deep:Evil-v0",
+}
+
+
+@pytest.fixture
+def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A module ``evil.deep`` that registers ``Evil-v0``."""
+    cart_pole = "gymnasium.envs.classic_control:CartPoleEnv"
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil" / "deep.py").write_text(
+        f"import gymnasium\ngymnasium.register('Evil-v0', {cart_pole!r}, max_episode_steps=9)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in ("evil", "evil.deep"):
+        sys.modules.pop(name, None)
+    gymnasium.registry.pop("Evil-v0", None)
+
+
+@pytest.mark.usefixtures("evil")
+@pytest.mark.parametrize(
+    "flags", [["--eval-only", "ckpt=run"], ["resume=run"], ["resume=auto", "run_dir=run"]]
+)
+@pytest.mark.parametrize("harmless", STRANGE)
+def test_a_checkpoint_imports_nothing_that_is_not_trusted(
+    harmless: str, flags: list[str], run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(text: str) -> str:
+        return text.replace(harmless, STRANGE[harmless]).replace("trust: []", "trust: [evil]")
+
+    forge(newest(run), "config_unresolved.yaml", change)
+    text = refused(flags, capsys)
+    assert "=evil.deep: the checkpoint asks to import evil; add trust=[evil] if you trust" in text
+    assert "evil" not in sys.modules
+
+
+@pytest.mark.usefixtures("evil")
+@pytest.mark.parametrize("harmless", STRANGE)
+def test_who_runs_a_checkpoint_may_trust_what_it_imports(harmless: str, run: Path) -> None:
+    def change(text: str) -> str:
+        return text.replace(harmless, STRANGE[harmless])
+
+    forge(newest(run), "config_unresolved.yaml", change)
+    assert main(["--eval-only", "ckpt=run", "trust=[evil]"]) == 0
+    assert "evil.deep" in sys.modules

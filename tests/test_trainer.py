@@ -231,6 +231,31 @@ class TestSettings:
         with pytest.raises(SettingError, match=message):
             trainer_of(**settings)
 
+    def test_lockstep_refuses_another_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        zeros = torch.zeros
+        monkeypatch.setattr(torch, "zeros", lambda size, device: zeros(size))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        with pytest.raises(SettingError, match=r"^device=cuda: lockstep needs cpu"):
+            trainer_of(device="cuda")
+        devices = [trainer_of(device="auto", lockstep=on).device.type for on in (True, False)]
+        assert devices == ["cpu", "cuda"]
+        assert trainer_of(device="cuda", lockstep=False).device.type == "cuda"
+
+    def test_lockstep_refuses_parts_that_can_not_keep_it(self) -> None:
+        with pytest.raises(SettingError, match=r"^replay.save=False: lockstep needs the replay"):
+            trainer_of().fit(Guess, replay(save=False), dqn())
+        with pytest.raises(BadInput, match=r"^launcher=.*: must be made with lockstep=True"):
+            trainer_of(workers=1, launcher=LocalLauncher()).fit(Guess, replay(), dqn())
+
+    def test_the_launcher_may_be_named(self) -> None:
+        """As an instance, or as a target, made for lockstep too."""
+        ends = []
+        for launcher in (InlineLauncher(), "actorlearner.launch.inline:InlineLauncher"):
+            trainer, model = trainer_of(workers=2, launcher=launcher), dqn()
+            trainer.fit(Guess, replay(), model)
+            ends.append(everything(trainer, model))
+        assert differences(*ends) == []
+
     def test_settings_of_the_launcher_reach_it(self) -> None:
         with pytest.raises(SettingError, match=r"^launch.slots=0: must be at least 1"):
             trainer_of(workers=1, launch={"slots": 0}).fit(Guess, replay(), dqn())
@@ -860,6 +885,84 @@ class TestCheckpoints:
         assert lines[-1]["wall_s"] > 0
         assert [line["wall_s"] for line in lines] == sorted(line["wall_s"] for line in lines)
 
+    def test_i10_so_is_one_that_failed_within_a_round(self, tmp_path: Path) -> None:
+        """Worker 0 had delivered: what is saved is the round before."""
+
+        class Breaks(Guess):
+            built = fails_at = 0
+
+            def __init__(self) -> None:
+                super().__init__()
+                Breaks.built += 1
+                self.of_worker_1 = Breaks.built == 3  # the first is the probe's
+                self.steps = 0
+
+            def step(self, action: Any) -> Any:
+                self.steps += 1
+                if self.of_worker_1 and self.steps == Breaks.fails_at:
+                    raise ZeroDivisionError("in the third round")
+                return super().step(action)
+
+        def fit(name: str, fails_at: int, **changes: Any) -> dict[str, Any]:
+            Breaks.built, Breaks.fails_at = 0, fails_at
+            changes = {"workers": 2, "launcher": InlineLauncher(), **changes}
+            trainer, model = trainer_of(run_dir=tmp_path / name, total_steps=128, **changes), dqn()
+            if fails_at:
+                with pytest.raises(WorkerError, match=r"worker 1 .* in the third round"):
+                    trainer.fit(Breaks, replay(), model)
+                going_on = trainer._progress.ledger.going_on
+                assert [going_on((stream,))[0] for stream in (0, 1)] == [2, 2]
+                assert trainer.updates > 0
+            else:
+                trainer.fit(Breaks, replay(), model)
+            return everything(trainer, model)
+
+        whole = fit("whole", 0)
+        fit("parts", 18)
+        assert differences(whole, fit("parts", 0, checkpoint=tmp_path / "parts")) == []
+
+    @pytest.mark.parametrize("is_pending", [True, False])
+    def test_an_evaluation_that_was_running_is_made_up(
+        self, tmp_path: Path, is_pending: bool
+    ) -> None:
+        """At the next chance after a resume; one that was finished is not made twice."""
+
+        class Launcher(InlineLauncher):
+            def poll_evaluation(self, timeout: float = 0.0) -> Any:
+                return None if is_pending and not timeout else super().poll_evaluation()
+
+        env = partial(Treadmill, truncates=True, shows_step=False, limit=10**6)
+        changes: dict[str, Any] = {
+            "run_dir": tmp_path, "lockstep": False, "evaluate_every_env_steps": 32,
+            "log_every_env_steps": 8, "evaluation": {"episodes": 1, "step_limit": 5},
+        }  # fmt: skip
+        with pytest.raises(KeyboardInterrupt):
+            trainer_of(
+                **changes, launcher=Launcher(), sinks=[Recorder(at_step(48, interrupt))]
+            ).fit(env, replay(), dqn())
+        assert checkpoints(tmp_path) == [48]
+        recorder = Recorder()
+        changes |= {"checkpoint": tmp_path, "sinks": [recorder], "total_steps": 80}
+        trainer_of(**changes).fit(env, replay(), dqn())
+        assert recorder.steps("evaluation/return_mean") == [56, 64, 80][not is_pending :]
+
+    def test_streams_that_start_anew_are_told_at_once_and_once(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Moody(Guess):
+            mood = 0
+
+            def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+                return super().reset(seed=None if seed is None else seed + Moody.mood)
+
+        trainer_of(run_dir=tmp_path).fit(Moody, replay(), dqn())
+        Moody.mood = 1
+        told: list[int] = []
+        sink = Recorder(at_step(0, lambda: told.append(caplog.text.count("started anew"))))
+        trainer_of(checkpoint=tmp_path, total_steps=128, sinks=[sink]).fit(Moody, replay(), dqn())
+        assert told == [1]
+        assert caplog.text.count("Moody gave other observations when streams [0] repeated") == 1
+
     def test_i11_the_log_goes_on_from_the_checkpoint(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -897,6 +1000,21 @@ class TestCheckpoints:
         assert {line["q/learning_rate"] for _, line in recorder.lines if "q/loss" in line} == {0.25}
         moments = trainer._optimizers["q"].state_dict()["state"][0]
         assert int(moments["step"]) == trainer.updates  # the rest goes on
+
+    def test_so_do_other_options_of_an_optimizer(self, tmp_path: Path) -> None:
+        self.fitted(tmp_path)
+        trainer = trainer_of(checkpoint=tmp_path, total_steps=96)
+        trainer.fit(Guess, replay(), dqn(adam_epsilon=0.25))
+        (group,) = trainer._optimizers["q"].param_groups
+        assert group["eps"] == 0.25
+
+    def test_a_learning_rate_that_the_agent_leaves_alone_goes_on(self, tmp_path: Path) -> None:
+        """It may be on a schedule of torch's."""
+        buffers = [replay(prioritized=False) for _ in range(2)]
+        trainer_of(run_dir=tmp_path).fit(Guess, buffers[0], Regressor(reward_lr=0.1))
+        trainer = trainer_of(checkpoint=tmp_path, total_steps=96)
+        trainer.fit(Guess, buffers[1], Regressor(reward_lr=0.2))
+        assert trainer._optimizers["reward"].param_groups[0]["lr"] == 0.1
 
     def test_without_replay_the_warm_up_begins_anew(self, tmp_path: Path) -> None:
         trainer_of(run_dir=tmp_path, lockstep=False).fit(Guess, replay(save=False), dqn())
@@ -1011,6 +1129,20 @@ class TestEvaluation:
         fitted = trainer.fit(Guess, replay(), model)
         trainer.checkpoint = tmp_path
         assert trainer.evaluation(Guess, model) == fitted
+
+    def test_i15_builds_no_environment_in_vain(self, tmp_path: Path) -> None:
+        class Counts(Guess):
+            built = 0
+
+            def __init__(self) -> None:
+                super().__init__()
+                Counts.built += 1
+
+        changes = {"envs_per_worker": 32, "total_steps": 0, "evaluation": {"episodes": 3}}
+        trainer_of(run_dir=tmp_path, **changes).fit(Counts, replay(capacity=512), dqn())
+        Counts.built = 0
+        trainer_of(checkpoint=tmp_path, **changes).evaluation(Counts, dqn())
+        assert Counts.built <= 3 + 2  # one to look at, one of the worker that does not train
 
     def test_i15_needs_a_checkpoint(self) -> None:
         with pytest.raises(CheckpointError, match="evaluation needs checkpoint="):

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from typing import Any, Literal
@@ -206,8 +206,14 @@ class LocalLauncher(LauncherBase):
             args=(role, index, env, payload, theirs, memory),
             name=f"actorlearner-{role}-{index}",
         )
-        with _surroundings():
-            process.start()
+        try:
+            with _surroundings():
+                process.start()
+        except (Exception, KeyboardInterrupt, SystemExit):  # a signal that waited comes here
+            if process.pid is not None:
+                process.kill()
+                process.join()
+            raise
         theirs.close()
         return _Child(process, ours, index, env, role)
 
@@ -342,11 +348,9 @@ class _Child:
 
     def kill(self) -> None:
         """End the process and what it started, now; its group outlives it."""
-        pid = self.process.pid
-        with suppress(ProcessLookupError, PermissionError):
-            # Before it has a group of its own, it is in that of the fork server or the learner.
-            if hasattr(os, "killpg") and (self.is_ready or os.getpgid(pid) == pid):
-                os.killpg(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError, PermissionError):  # it has no group of its own yet
+            if hasattr(os, "killpg"):
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
 
 
@@ -376,19 +380,20 @@ def _surroundings() -> Iterator[None]:
     from there travels by value. SIGINT and SIGTERM are held back until it has learned to ignore
     them.
     """
+    resource_tracker.ensure_running()  # it lets signals through again when it starts
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     main, environment = sys.modules["__main__"], dict(os.environ)
     sys.modules["__main__"] = types.ModuleType("__main__")
     os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         sys.modules["__main__"] = main
         for name in _ONE_THREAD:
             del os.environ[name]
             if name in environment:
                 os.environ[name] = environment[name]
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # last: one that waited is raised here
 
 
 def start_processes(start_method: str = "auto") -> BaseContext:

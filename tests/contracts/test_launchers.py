@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import multiprocessing.connection
+import multiprocessing.process
 import os
 import random
 import re
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import fields
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -29,14 +31,24 @@ from actorlearner.contracts import (
     EvaluationResult,
     Launcher,
     LauncherClosed,
+    StreamState,
     Unroll,
     WorkerError,
 )
 from actorlearner.envs import EnvAdapter, GymEnvFactory
 from actorlearner.launch.inline import InlineLauncher
 from actorlearner.launch.local import LocalLauncher, start_processes
+from actorlearner.streams import stream_seed
 from actorlearner.worker import EnvWorker
-from tests.environments import Misbehaves, Places, RowChecker, Threads, snapshot, worker_specs
+from tests.environments import (
+    Misbehaves,
+    Places,
+    RowChecker,
+    Threads,
+    plan,
+    snapshot,
+    worker_specs,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -219,6 +231,21 @@ def test_credits_of_a_gather_that_was_left():
                 break
 
 
+def test_one_gather_gives_no_more_than_the_slots_of_a_worker():
+    """Else a worker that is faster than the learner would keep it there."""
+    counts = []
+    with launcher_of("forkserver", slots=3) as launcher:
+        launcher.start(worker_specs(PLACES, PLACES, unroll_length=1), snapshot(0))
+        while counts.count({0: 3, 1: 3}) < 2:
+            workers = []
+            for unroll in launcher.gather(0.1, always):
+                workers.append(unroll.worker)
+                assert workers.count(unroll.worker) <= 3
+                time.sleep(0.01)
+            counts.append({worker: workers.count(worker) for worker in sorted(set(workers))})
+            assert len(counts) < 50
+
+
 def test_pipes_carry_little(monkeypatch):
     """Less than 1 kB per unroll, however large the observations."""
 
@@ -249,6 +276,19 @@ def test_pipes_carry_little(monkeypatch):
     assert sum(len(unroll.episodes) for unroll in unrolls) > 10
     assert len(received) >= len(unrolls)
     assert max(received) < 1000
+
+
+@pytest.mark.parametrize("kind", ["inline", "forkserver"])
+def test_notes_are_told_once(kind):
+    lost = StreamState(0, np.zeros(1, np.int64), {"observation": np.full(4, -1)})
+    specs = worker_specs(PLACES, PLACES, seed_every_episode=True, stream_states=(lost, lost))
+    with launcher_of(kind, lockstep=True) as launcher:
+        launcher.start(specs, snapshot(0))
+        for _ in range(3):
+            list(launcher.gather(1.0, always))
+        ends = [note.rpartition("; ")[2] for note in launcher.notes]
+    wanted = "the episodes of streams {} were started anew"
+    assert ends == [wanted.format(streams) for streams in ([0, 1], [2, 3])]
 
 
 def test_eight_workers_first_step():
@@ -532,6 +572,64 @@ def test_a_learner_that_is_busy_for_long_is_no_start_timeout():
         wait_for(lambda: all(child.connection.poll() for child in launcher._children))
         time.sleep(0.8)
         gathered(launcher, all_have(3))
+
+
+def test_an_episode_that_takes_long_to_repeat_is_no_start_timeout():
+    """Only constructors count."""
+
+    class Slow(Places):
+        left = 3
+
+        def step(self, action: Any) -> Any:
+            self.left -= 1
+            time.sleep(0.5 * (self.left >= 0))
+            return super().step(action)
+
+    seeds = {episode: stream_seed(3, 0, episode) for episode in range(20)}
+    episode = next(e for e, seed in seeds.items() if plan(seed, 0)[0] > 3)
+    stood = np.array([seeds[episode], 0, 3, 7])
+    state = StreamState(episode, np.array([5, 6, 7]), {"observation": stood})
+    changes = {"envs_per_worker": 1, "seed_every_episode": True, "stream_states": (state,)}
+    with launcher_of("forkserver", lockstep=True, start_timeout_s=1.0) as launcher:
+        launcher.start(worker_specs(GymEnvFactory.of(Slow), **changes), snapshot(0))
+        (unroll,) = launcher.gather(1.0, always)
+        assert (unroll.observation["observation"][0, 0] == stood).all()
+        assert launcher.notes == []
+
+
+@pytest.mark.parametrize(("where", "how"), [("constructor", "exit"), ("step", "SIGSEGV")])
+def test_a_worker_that_dies_leaves_no_process_of_its_environment(where, how, tmp_path):
+    class Starts(Misbehaves):
+        def _misbehave(self) -> None:
+            sleeper = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+            (tmp_path / "started").write_text(str(sleeper.pid))
+            super()._misbehave()
+
+    factory = GymEnvFactory.of(Starts, {"where": where, "how": how})
+    assert "process" in str(failure_of(launcher_of("forkserver"), factory))
+    with suppress(psutil.NoSuchProcess):
+        sleeper = psutil.Process(int((tmp_path / "started").read_text()))
+        wait_for(lambda: not is_alive(sleeper), seconds=2)
+
+
+def test_a_signal_waits_until_a_process_has_started(monkeypatch):
+    """And then does not leave it behind, nor anything else of what only that should find."""
+    start, has_started = multiprocessing.process.BaseProcess.start, []
+
+    def start_interrupted(process: Any) -> None:
+        start(process)
+        signal.raise_signal(signal.SIGINT)
+        has_started.append(True)
+
+    before = sys.modules["__main__"], dict(os.environ)
+    launcher = launcher_of("forkserver")
+    with monkeypatch.context() as patch:
+        patch.setattr(multiprocessing.process.BaseProcess, "start", start_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            launcher.probe(misbehaves("constructor", how="sleep"))
+    assert has_started
+    assert (sys.modules["__main__"], dict(os.environ)) == before
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_a_hung_worker_is_killed_with_its_children(tmp_path):

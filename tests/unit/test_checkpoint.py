@@ -538,3 +538,34 @@ class TestNewestRun:
     def test_none(self, tmp_path: Path) -> None:
         assert checkpoint.newest_run(tmp_path) is None
         assert checkpoint.newest_run(tmp_path / "missing") is None
+
+
+class TestRefuseUsed:
+    def test_a_run_of_ones_own_however_it_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        directory = save_step(tmp_path / "mine", 1)
+        kept = tmp_path / "mine" / "kept" / directory.name
+        shutil.copytree(directory, kept)
+        monkeypatch.chdir(tmp_path)
+        ways = [
+            tmp_path / "mine", "mine", directory.parent, directory, directory / "agent.json", kept
+        ]  # fmt: skip
+        for way in ways:
+            for run_dir in (tmp_path / "mine", "mine"):
+                checkpoint.refuse_used(run_dir, way)
+
+    def test_the_run_of_another(self, tmp_path: Path) -> None:
+        for name in ("theirs", "mine"):
+            directory = save_step(tmp_path / name, 1)
+        for way in (None, tmp_path / "mine", directory, directory / "agent.json"):
+            with pytest.raises(CheckpointError, match=r"theirs: holds the checkpoints of another"):
+                checkpoint.refuse_used(tmp_path / "theirs", way)
+
+    def test_what_holds_no_checkpoint(self, tmp_path: Path) -> None:
+        """Perhaps since the first save was killed."""
+        save_step(tmp_path / "mine", 1)
+        (tmp_path / "empty" / "checkpoints" / "saving.tmp").mkdir(parents=True)
+        for name in ("missing", "empty"):
+            for way in (None, tmp_path / "mine"):
+                checkpoint.refuse_used(tmp_path / name, way)

@@ -280,6 +280,22 @@ def test_factory_of_a_spec_a_class_and_functions():
     assert made.observation_space == spaces.Discrete(7)
 
 
+def test_a_factory_may_bear_a_name():
+    class Recipe:
+        name = "Mine"
+
+        def __call__(self) -> Any:
+            return Places()
+
+    class Named(Places):
+        @property
+        def name(self) -> str:
+            return "of an environment, not of its class"
+
+    assert GymEnvFactory.of(Recipe()).name == "Mine"
+    assert GymEnvFactory.of(Named).name == "Named"
+
+
 @pytest.mark.parametrize(
     ("env", "words"),
     [

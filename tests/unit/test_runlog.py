@@ -16,6 +16,7 @@ import pytest
 
 from actorlearner import runlog
 from actorlearner.contracts import Episode, EvaluationResult, Unroll
+from actorlearner.metrics import JsonLinesSink
 from actorlearner.runlog import RunLog, process_started_at
 from tests.scripted import ScriptedWorker
 
@@ -165,6 +166,32 @@ class TestFiles:
         log, recorder = open_log()
         log.close()
         assert not recorder.closed
+
+    @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
+    def test_a_full_disk_is_told_once(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """In a write and, as something is left to write, in the end."""
+        (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+        log, recorder = open_log(tmp_path)
+        assert not log.failed
+        for step in (10, 20):
+            log.write_training(step, 0, {})
+        log.close()
+        assert log.failed
+        assert [step for step, _ in recorder.lines] == [10, 20]  # the others get theirs
+        (record,) = caplog.records
+        assert record.levelname == "ERROR"
+        assert "metrics can't be written, training goes on: [Errno 28]" in record.getMessage()
+
+    @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
+    def test_a_disk_that_is_full_at_the_very_end(self, tmp_path: Path) -> None:
+        (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+        log, _ = open_log(tmp_path)
+        (lines,) = (sink for sink in log._own if isinstance(sink, JsonLinesSink))
+        lines._file.write("what is still to be written")
+        log.close()
+        assert log.failed
 
     def test_tensorboard_elsewhere(self, tmp_path: Path) -> None:
         log, _ = open_log(tmp_path / "run", tensorboard=tmp_path / "board")
