@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -223,6 +224,7 @@ class RunLog:
         self._wall_before = state["wall_s"]
 
 
+@functools.cache
 def process_started_at() -> float:
     """When this process was created, as `time.monotonic` seconds."""
     if sys.platform == "linux":
