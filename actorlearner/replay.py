@@ -5,7 +5,6 @@ Legend of the suffixes: T rows of an unroll, N rows of an n-step window, B colum
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,16 +18,15 @@ from actorlearner.contracts import (
     Array,
     BadInput,
     Batch,
-    CheckpointError,
     EnvSpec,
     NonFiniteError,
-    Observation,
     SampleSpec,
     SettingError,
     StreamLayout,
     Unroll,
 )
 from actorlearner.returns import n_step
+from actorlearner.ring import BlockRing
 from actorlearner.sum_tree import SumTree
 
 
@@ -93,7 +91,7 @@ class ReplayBuffer:
         """
         self.settings = ReplaySettings.make(settings)
         self._built_for: dict[str, Any] = {}
-        self._built_ring: _Ring | None = None
+        self._built_ring: BlockRing | None = None
         self._tree: SumTree | None = None
         self._env_spec: EnvSpec
         self._sample_spec: SampleSpec
@@ -143,7 +141,7 @@ class ReplayBuffer:
                 f"replay.capacity={self.settings.capacity}: must be at least {needed}, which is two"
                 f" unrolls of {layout.unroll_length} rows for each of {layout.num_streams} streams"
             )
-        self._built_ring = ring = _Ring(env_spec, layout, self.settings.capacity)
+        self._built_ring = ring = BlockRing(env_spec, layout, self.settings.capacity)
         self._tree = SumTree(ring.num_rows) if self.settings.prioritized else None
         self._env_spec, self._sample_spec = env_spec, sample_spec
         self._beta_updates = self.settings.beta_updates or max(1, planned_updates)
@@ -319,7 +317,7 @@ class ReplayBuffer:
             assert leaves.max() <= self._max_priority**self.settings.alpha * (1 + 1e-12)
 
     @property
-    def _ring(self) -> _Ring:
+    def _ring(self) -> BlockRing:
         if self._built_ring is None:
             raise RuntimeError("the replay buffer has no arrays yet: call build() first")
         return self._built_ring
@@ -350,229 +348,3 @@ class ReplayBuffer:
         probability = tree.get(addresses) / total
         weight = (self._ring.num_valid * probability) ** -self.beta
         return addresses, (weight / weight.max()).astype(np.float32)
-
-
-class _Ring:
-    """The rows of the newest unrolls, each stored once, and what follows what.
-
-    One column of an unroll becomes a *block* of ``T`` rows. Rows are numbered by *keys*, which
-    count up for ever; row ``key`` stands at *address* ``key % num_rows``. The ring is overwritten
-    in order, so a key is stored exactly while it is one of the newest ``num_rows`` keys.
-
-    ``following[address]`` is the address of the next row in the stream. Inside a block that is the
-    next address. At its end it is row 0 of the stream's next block; behind the stream's newest
-    block, it is the stream's *tail*, a place beyond the ring that holds the observation after that
-    block. Where a stream breaks off, its tail moves into a *stub*, row 0 of a block in which
-    nothing is valid, for as long as the ring holds it. Tails and stubs are invalid and follow
-    themselves, so that a walk stays there and a window ends there.
-
-    A block is younger than the one that it follows and is overwritten later: what follows a stored
-    row is always stored.
-
-    Attributes:
-        num_rows: rows that fit, a multiple of ``T``.
-        head: key of the next row to be written, a multiple of ``T``.
-        num_valid: valid rows stored.
-        observation: each ``[num_rows + num_streams, ...]``, the tails at the end, as below.
-        action: ``[num_rows + num_streams, ...]``.
-        reward: float32 ``[num_rows + num_streams]``.
-        terminated: bool ``[num_rows + num_streams]``.
-        valid: bool ``[num_rows + num_streams]``.
-        following: int64 ``[num_rows + num_streams]``.
-        last_key: int64 ``[num_streams]``, the newest row of each stream, -1 for none.
-        last_sequence: int64 ``[num_streams]``, the number of its newest unroll, -1 for none.
-    """
-
-    def __init__(self, env_spec: EnvSpec, layout: StreamLayout, capacity: int) -> None:
-        self.layout = layout
-        self.num_rows = capacity // layout.unroll_length * layout.unroll_length
-        num_places = self.num_rows + layout.num_streams
-        self.observation = {k: spec.zeros(num_places) for k, spec in env_spec.observation.items()}
-        self.action = env_spec.action.zeros(num_places)
-        self.reward = np.zeros(num_places, np.float32)
-        self.terminated = np.zeros(num_places, np.bool_)
-        self.valid = np.zeros(num_places, np.bool_)
-        self.following = np.arange(num_places, dtype=np.int64)
-        self.head = 0
-        self.num_valid = 0
-        self.last_key = np.full(layout.num_streams, -1, np.int64)
-        self.last_sequence = np.full(layout.num_streams, -1, np.int64)
-
-    @property
-    def num_stored(self) -> int:
-        """Rows stored, valid or not; they stand at addresses ``[0, num_stored)``."""
-        return min(self.head, self.num_rows)
-
-    def address(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the rows ``keys`` stand, or stood."""
-        return keys % self.num_rows
-
-    def keys(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The keys of the rows stored at ``addresses``."""
-        oldest = self.head - self.num_stored
-        return oldest + (addresses - oldest) % self.num_rows
-
-    def is_stored(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether each of ``keys`` has not been overwritten; False for -1."""
-        return (keys >= self.head - self.num_stored) & (keys < self.head)
-
-    def append(self, unroll: Unroll) -> None:
-        """Write ``unroll`` over the oldest rows and link it to what its streams did before."""
-        num_rows, streams = unroll.num_rows, unroll.streams
-        assert num_rows == self.layout.unroll_length
-        breaks = self.last_sequence[streams] != unroll.sequence - 1
-        if breaks.any():
-            broken = streams[breaks]
-            tails = {k: a[self._tail(broken)] for k, a in self.observation.items()}
-            self._end_chains(self.last_key[broken], tails)
-            self.last_key[broken] = -1
-
-        keys_BT = self._allocate(len(streams))
-        rows_BT = self.address(keys_BT)
-        for key, array in unroll.observation.items():
-            self.observation[key][rows_BT] = array[:-1].swapaxes(0, 1)
-            self.observation[key][self._tail(streams)] = array[-1]
-        self.action[rows_BT] = unroll.action.swapaxes(0, 1)
-        self.reward[rows_BT] = unroll.reward.T
-        self.terminated[rows_BT] = unroll.terminated.T
-        self.valid[rows_BT] = unroll.valid.T
-        self.num_valid += unroll.env_steps
-
-        self._link(self.last_key[streams], rows_BT[:, 0])
-        self.following[rows_BT[:, -1]] = self._tail(streams)
-        self.last_key[streams] = keys_BT[:, -1]
-        self.last_sequence[streams] = unroll.sequence
-
-    def walk(self, addresses: NDArray[np.int64], num_steps: int) -> NDArray[np.int64]:
-        """The way from ``addresses`` (``[B]``) along their streams, ``[num_steps + 1, B]``."""
-        path = np.empty((num_steps + 1, len(addresses)), np.int64)
-        path[0] = addresses
-        for step in range(num_steps):
-            path[step + 1] = self.following[path[step]]
-        return path
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is stored; the arrays are views."""
-        tails = self._tail(np.arange(self.layout.num_streams))
-        return {
-            "num_rows": self.num_rows,
-            "unroll_length": self.layout.unroll_length,
-            "head": self.head,
-            "rows": {name: a[: self.num_stored] for name, a in self._arrays().items()},
-            "tails": {key: a[tails] for key, a in self.observation.items()},
-            "last_key": self.last_key,
-            "last_sequence": self.last_sequence,
-        }
-
-    def load_state_dict(self, state: Any) -> int:
-        """Replace what is stored by ``state``.
-
-        Returns:
-            The key of the first row that was not in it: the streams of another number of streams
-            end in stubs.
-
-        Raises:
-            CheckpointError: see `ReplayBuffer.load_state_dict`.
-        """
-        arrays = self._arrays()
-        self._refuse_misfit(state, arrays)
-        self.head = int(state["head"])
-        for name, array in arrays.items():
-            array[: self.num_stored] = state["rows"][name]
-        self.valid[self.num_stored :] = False
-        self.num_valid = int(np.count_nonzero(self.valid))
-
-        first_new = self.head
-        if len(state["last_key"]) == self.layout.num_streams:
-            self.last_key[:] = state["last_key"]
-            self.last_sequence[:] = state["last_sequence"]
-            for key, tails in state["tails"].items():
-                self.observation[key][self.num_rows :] = tails
-        else:
-            self.last_key[:] = self.last_sequence[:] = -1
-            self._end_chains(state["last_key"], state["tails"])
-        return first_new
-
-    def check_valid(self) -> None:
-        """Check every invariant, slowly."""
-        length = self.layout.unroll_length
-        stored_places = np.arange(len(self.valid)) < self.num_stored
-        assert self.head % length == 0
-        assert not self.valid[~stored_places].any()
-        assert self.num_valid == np.count_nonzero(self.valid)
-        tails = self._tail(np.arange(self.layout.num_streams))
-        assert np.array_equal(self.following[tails], tails)
-
-        stored = np.arange(self.head - self.num_stored, self.head).reshape(-1, length)
-        followed = []
-        for block in stored:
-            row = self.address(block)
-            if self.following[row[0]] == row[0]:  # a stub
-                assert not self.valid[row].any()
-                continue
-            assert np.array_equal(self.following[row[:-1]], row[1:])
-            end = int(self.following[row[-1]])
-            followed.append(end)
-            if end < self.num_rows:
-                assert end % length == 0
-                assert self.keys(np.array([end]))[0] > block[-1], "what follows a row is younger"
-            else:
-                assert self.last_key[end - self.num_rows] == block[-1]
-        assert len(followed) == len(set(followed)), "a row follows two"
-        for stream in np.flatnonzero(self.is_stored(self.last_key)):
-            last = self.address(self.last_key[stream])
-            assert self.following[last] == tails[stream]
-
-    def _arrays(self) -> dict[str, Array]:
-        return {
-            **{f"observation/{key}": array for key, array in self.observation.items()},
-            "action": self.action,
-            "reward": self.reward,
-            "terminated": self.terminated,
-            "valid": self.valid,
-            "following": self.following,
-        }
-
-    def _tail(self, streams: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self.num_rows + streams
-
-    def _allocate(self, num_blocks: int) -> NDArray[np.int64]:
-        """Keys ``[num_blocks, T]`` of new blocks in which nothing is valid."""
-        shape = num_blocks, self.layout.unroll_length
-        keys = np.arange(self.head, self.head + math.prod(shape), dtype=np.int64)
-        rows = self.address(keys)
-        self.num_valid -= int(np.count_nonzero(self.valid[rows]))
-        self.valid[rows] = False
-        self.following[rows] = rows + 1
-        self.head += len(keys)
-        return keys.reshape(shape)
-
-    def _link(self, last_key: NDArray[np.int64], first: NDArray[np.int64]) -> None:
-        """Let addresses ``first`` follow the rows ``last_key`` where those are still stored."""
-        stored = self.is_stored(last_key)
-        self.following[self.address(last_key[stored])] = first[stored]
-
-    def _end_chains(self, last_key: NDArray[np.int64], tails: Observation) -> None:
-        """Put ``tails``, the observations after the rows ``last_key``, into stubs behind them."""
-        stored = self.is_stored(last_key)
-        first = self.address(self._allocate(int(np.count_nonzero(stored)))[:, 0])
-        for key, tail in tails.items():
-            self.observation[key][first] = tail[stored]
-        self.following[first] = first
-        self._link(last_key[stored], first)
-
-    def _refuse_misfit(self, state: Any, arrays: Mapping[str, Array]) -> None:
-        now = f"replay.capacity={self.num_rows} unroll_length={self.layout.unroll_length}"
-        then = f"replay.capacity={state['num_rows']} unroll_length={state['unroll_length']}"
-        if now != then:
-            raise CheckpointError(
-                f"the checkpoint holds a replay made with {then}, this run has {now}: "
-                "resume with the values of the checkpoint"
-            )
-        layout_now = {name: (a.shape[1:], a.dtype.name) for name, a in arrays.items()}
-        layout_then = {name: (a.shape[1:], a.dtype.name) for name, a in state["rows"].items()}
-        if layout_now != layout_then:
-            raise CheckpointError(
-                f"the checkpoint holds a replay of rows {layout_then}, "
-                f"this environment makes {layout_now}: resume with the environment it was made in"
-            )

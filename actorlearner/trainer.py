@@ -5,7 +5,6 @@ It knows contracts only: which algorithm, store or launcher it drives is the cal
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,6 +45,7 @@ from actorlearner.metrics import ConsoleMode
 from actorlearner.progress import Progress
 from actorlearner.randomness import seed_everything
 from actorlearner.runlog import RunLog
+from actorlearner.runstate import RunState, read_weights
 from actorlearner.schedules import SamplesPerInsert
 from actorlearner.streams import StreamLedger
 
@@ -443,7 +443,7 @@ class Trainer:
             model.build(self._env_spec)
             self.set_attributes_to_model(model)
             model.to(self.device, self.dtype)
-            state = self._read_checkpoint(model, ["progress"], same_env=False)["progress"]
+            state = read_weights(self.checkpoint, model, self._env_spec)["progress"]
             env_steps, updates = state["env_steps"], state["updates"]
             setattr(model, "current_step", env_steps)  # noqa: B010 - see set_attributes_to_model
             model.train(False)
@@ -482,28 +482,12 @@ class Trainer:
             raise BadInput("run_dir=None: a checkpoint needs a run directory")
         if self._replay_buffer is None:
             raise LauncherClosed("there is nothing to save before fit()")
-        states: dict[str, Any] = {
-            "agent": dict(model.state_dict()),
-            "optimizers": {name: o.state_dict() for name, o in self._optimizers.items()},
-            "progress": self._progress.state_dict(),
-            "log": self._log.state_dict(),
-        }
-        if self._replay_buffer.save:
-            states["replay"] = self._replay_buffer.state_dict()
-        info = {
-            "agent": _target_of(model),
-            "env": asdict(self._env_spec),
-            "updates": self.updates,
-            "episodes": self._log.episodes.count,
-            "lockstep": self.settings.lockstep,
-        }
-        return checkpoint.save(
+        state = self._run_state(model, self._replay_buffer)
+        return state.save(
             self.settings.run_dir,
-            self.env_steps,
-            states,
-            info=info,
             texts=self._config_texts(),
             keep_last=self.settings.keep_last,
+            lockstep=self.settings.lockstep,
         )
 
     def load_checkpoint(self, model: Agent) -> None:
@@ -514,29 +498,16 @@ class Trainer:
         """
         if self.checkpoint is None:
             return
-        replay_buffer = self._replay_buffer
-        names = ["optimizers", "progress", "log"]
-        if replay_buffer is not None and replay_buffer.save:
-            names.append("replay")
-        states = self._read_checkpoint(model, names, same_env=True)
-        if states["optimizers"].keys() != self._optimizers.keys():
-            held, wanted = sorted(states["optimizers"]), sorted(self._optimizers)
-            raise CheckpointError(f"{self.checkpoint}: has optimizers {held}, not {wanted}")
-        for name, optimizer in self._optimizers.items():
-            asked = [dict(group) for group in optimizer.param_groups]
-            optimizer.load_state_dict(states["optimizers"][name])
-            for group, options in zip(optimizer.param_groups, asked, strict=True):
-                # A rate may be on a schedule, and is where that was; the rest is as asked for now.
-                group.update({k: v for k, v in options.items() if k not in ("params", "lr")})
-        self._progress.load_state_dict(states["progress"])
-        self._log.load_state_dict(states["log"])
-        if replay_buffer is not None and "replay" in states:
-            replay_buffer.load_state_dict(states["replay"])
-        else:
-            logger.info("the checkpoint brings no replay: the warm-up begins anew")
-            self._progress.limiter.restart_warmup()
+        if self._replay_buffer is None:
+            raise LauncherClosed("there is nothing to load into before fit()")
+        self._run_state(model, self._replay_buffer).load(self.checkpoint)
         self._saved_at = self.env_steps, self.updates
         self._tell_progress(model)
+
+    def _run_state(self, model: Agent, replay_buffer: Store) -> RunState:
+        return RunState(
+            model, self._env_spec, self._optimizers, self._progress, self._log, replay_buffer
+        )
 
     # ---------------------------------------------------------------------------- the frame
 
@@ -653,39 +624,3 @@ class Trainer:
 
     def _resume_point(self) -> tuple[int, int] | None:
         return None if self.checkpoint is None else (self.env_steps, self.updates)
-
-    def _read_checkpoint(
-        self, model: Agent, names: Sequence[str], same_env: bool
-    ) -> dict[str, Any]:
-        """Load the weights of ``checkpoint``; returns those of the states ``names`` that it holds.
-
-        Args:
-            model: takes the weights.
-            names: of other states.
-            same_env: insist on the environment's name too, not only on its spaces.
-
-        Raises:
-            CheckpointError: also for another agent, or an environment of other spaces.
-        """
-        assert self.checkpoint is not None
-        where = checkpoint.find(self.checkpoint)
-        manifest = checkpoint.read_manifest(where)
-        agent, env = manifest.info.get("agent"), manifest.info.get("env", {})
-        if agent != _target_of(model):
-            raise CheckpointError(f"{where}: holds {agent}, not {_target_of(model)}")
-        ours = json.loads(json.dumps(asdict(self._env_spec)))  # tuples become lists, as in there
-        for part in ("name", "observation", "action") if same_env else ("observation", "action"):
-            if env.get(part) != ours[part]:
-                raise CheckpointError(
-                    f"{where}: was trained on {env.get('name')}, whose {part} is {env.get(part)}; "
-                    f"that of {ours['name']} is {ours[part]}. Start a new run for it"
-                )
-        try:
-            model.load_state_dict(checkpoint.load(where, ["agent"])["agent"])
-        except RuntimeError as error:  # torch names the parameters that do not fit
-            raise CheckpointError(f"{where}: other agent settings: {error}") from error
-        return checkpoint.load(where, [name for name in names if name in manifest.states])
-
-
-def _target_of(model: Agent) -> str:
-    return f"{type(model).__module__}:{type(model).__qualname__}"

@@ -35,6 +35,7 @@ FLOORS = {
     "streams": 2,
     "envs": 2,
     "worker": 2,
+    "ring": 2,
     "replay": 2,
     "evaluate": 2,
     "progress": 2,
@@ -47,6 +48,7 @@ FLOORS = {
     "agents": 3,
     "agents.dqn": 3,
     "assembly": 4,
+    "runstate": 4,
     "trainer": 4,
     "run": 5,
 }
@@ -61,7 +63,9 @@ SAME_FLOOR = {
     ("launch.local", "launch"),
     ("launch.local", "launch._child"),
     ("launch._zygote", "launch._child"),
+    ("replay", "ring"),  # where it keeps rows
     ("trainer", "assembly"),  # cut out of it
+    ("trainer", "runstate"),  # likewise
 }
 """Who imports whom on one floor, and why; each must be needed."""
 

@@ -1,0 +1,140 @@
+"""What a checkpoint of a run holds, and whether it fits the run that wants it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actorlearner import checkpoint
+from actorlearner.contracts import Agent, CheckpointError, EnvSpec, Store
+from actorlearner.progress import Progress
+from actorlearner.runlog import RunLog
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """All that changes while a run goes on.
+
+    Attributes:
+        agent: its weights are the checkpoint's ``agent.safetensors``.
+        env_spec: tells one environment from another.
+        optimizers: by the name of the training step.
+        progress: counters, clocks, generators.
+        log: where the lines stand.
+        replay_buffer: held if its ``save`` says so.
+    """
+
+    agent: Agent
+    env_spec: EnvSpec
+    optimizers: Mapping[str, torch.optim.Optimizer]
+    progress: Progress
+    log: RunLog
+    replay_buffer: Store
+
+    def save(self, run_dir: Path, texts: Mapping[str, str], keep_last: int, lockstep: bool) -> Path:
+        """Write a checkpoint, and return its directory.
+
+        Args:
+            run_dir: below which it goes.
+            texts: further files by name.
+            keep_last: how many checkpoints stay.
+            lockstep: for people: whether the run was deterministic.
+
+        Raises:
+            OSError: it could not be written; older ones stand.
+        """
+        states: dict[str, Any] = {
+            "agent": dict(self.agent.state_dict()),
+            "optimizers": {name: o.state_dict() for name, o in self.optimizers.items()},
+            "progress": self.progress.state_dict(),
+            "log": self.log.state_dict(),
+        }
+        if self.replay_buffer.save:
+            states["replay"] = self.replay_buffer.state_dict()
+        info = {
+            "agent": _target_of(self.agent),
+            "env": asdict(self.env_spec),
+            "updates": self.progress.updates,
+            "episodes": self.log.episodes.count,
+            "lockstep": lockstep,
+        }
+        env_steps = self.progress.env_steps
+        return checkpoint.save(run_dir, env_steps, states, info, texts, keep_last=keep_last)
+
+    def load(self, source: str | Path) -> None:
+        """Go back to the checkpoint that ``source`` means (see `checkpoint.find`).
+
+        Raises:
+            CheckpointError: missing, damaged, or of another agent or environment.
+        """
+        names = ["optimizers", "progress", "log", *(["replay"] if self.replay_buffer.save else [])]
+        states = read_weights(source, self.agent, self.env_spec, names, same_env=True)
+        held, wanted = sorted(states["optimizers"]), sorted(self.optimizers)
+        if held != wanted:
+            raise CheckpointError(f"{source}: has optimizers {held}, not {wanted}")
+        for name, optimizer in self.optimizers.items():
+            asked = [dict(group) for group in optimizer.param_groups]
+            optimizer.load_state_dict(states["optimizers"][name])
+            for group, options in zip(optimizer.param_groups, asked, strict=True):
+                # A rate may be on a schedule, and is where that was; the rest is as asked for now.
+                group.update({k: v for k, v in options.items() if k not in ("params", "lr")})
+        self.progress.load_state_dict(states["progress"])
+        self.log.load_state_dict(states["log"])
+        if "replay" in states:
+            self.replay_buffer.load_state_dict(states["replay"])
+        else:
+            logger.info("the checkpoint brings no replay: the warm-up begins anew")
+            self.progress.limiter.restart_warmup()
+
+
+def read_weights(
+    source: str | Path,
+    agent: Agent,
+    env_spec: EnvSpec,
+    names: Sequence[str] = ("progress",),
+    same_env: bool = False,
+) -> dict[str, Any]:
+    """Load the weights of a checkpoint into ``agent``.
+
+    Args:
+        source: see `checkpoint.find`.
+        agent: built for ``env_spec``.
+        env_spec: must have the same spaces.
+        names: of other states to read.
+        same_env: insist on the environment's name too.
+
+    Returns:
+        Those of the states ``names`` that the checkpoint holds.
+
+    Raises:
+        CheckpointError: missing, damaged, or of another agent or environment.
+    """
+    where = checkpoint.find(source)
+    manifest = checkpoint.read_manifest(where)
+    held, env = manifest.info.get("agent"), manifest.info.get("env", {})
+    if held != _target_of(agent):
+        raise CheckpointError(f"{where}: holds {held}, not {_target_of(agent)}")
+    ours = json.loads(json.dumps(asdict(env_spec)))  # tuples become lists, as in there
+    for part in ("name", "observation", "action") if same_env else ("observation", "action"):
+        if env.get(part) != ours[part]:
+            raise CheckpointError(
+                f"{where}: was trained on {env.get('name')}, whose {part} is {env.get(part)}; "
+                f"that of {ours['name']} is {ours[part]}. Start a new run for it"
+            )
+    try:
+        agent.load_state_dict(checkpoint.load(where, ["agent"])["agent"])
+    except RuntimeError as error:  # torch names the parameters that do not fit
+        raise CheckpointError(f"{where}: other agent settings: {error}") from error
+    return checkpoint.load(where, [name for name in names if name in manifest.states])
+
+
+def _target_of(agent: Agent) -> str:
+    return f"{type(agent).__module__}:{type(agent).__qualname__}"
