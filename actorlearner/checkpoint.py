@@ -24,25 +24,22 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import platform
 import re
 import shutil
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import safetensors
 import safetensors.torch
-import torch
 
-from actorlearner.contracts import Array, CheckpointError
+from actorlearner.contracts import CheckpointError
+from actorlearner.statetree import Packed, decode
 
 FORMAT = 1
 """Version of the layout above; a higher one is refused."""
@@ -140,7 +137,7 @@ def save(
     texts = texts or {}
     names = [*texts, *(f"{name}{end}" for name in states for end in (".safetensors", ".json"))]
     _check_names(names)
-    packed = {name: _Packed.of(state, name) for name, state in states.items()}
+    packed = {name: Packed.of(state, name) for name, state in states.items()}
     folder = Path(run_dir).absolute() / _FOLDER
     final, saving = folder / f"step_{env_steps:012d}", folder / _SAVING
     folder.mkdir(parents=True, exist_ok=True)
@@ -456,178 +453,9 @@ def load(directory: str | Path, names: Iterable[str]) -> dict[str, Any]:
                 _verify_file(directory, f"{name}.safetensors", manifest)
             )
             skeleton = _verify_file(directory, f"{name}.json", manifest).read_text()
-            states[name] = _decode(json.loads(skeleton), tensors)
+            states[name] = decode(json.loads(skeleton), tensors)
         except (LookupError, TypeError, ValueError, safetensors.SafetensorError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise _DamagedError(f"{directory}: damaged: {name} can't be read: {error}") from error
     return states
-
-
-# -------------------------------------------------------------------------------- state trees
-#
-# JSON stands for itself, except that an object whose only key starts with "$" stands for what JSON
-# has no word for: {"$tensor": key}, {"$tuple": [...]}, {"$dict": [[key, value], ...]} and so on.
-
-_NUMPY_DTYPES = {
-    "bool": "BOOL", "float16": "F16", "float32": "F32", "float64": "F64", "complex64": "C64",
-    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
-    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
-}  # fmt: skip
-"""What safetensors calls the dtypes that it and NumPy know."""
-
-_TORCH_DTYPES = {
-    torch.bfloat16: ("BF16", torch.int16),
-    torch.float8_e4m3fn: ("F8_E4M3", torch.int8),
-    torch.float8_e5m2: ("F8_E5M2", torch.int8),
-}
-"""What it calls those that NumPy does not know, and an integer type of the same size."""
-
-
-class _Entry(NamedTuple):
-    """One array of a safetensors file: its dtype's name there, and its values, C-contiguous."""
-
-    dtype: str
-    array: Array
-
-
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """A state as it goes to disk: JSON text that refers to arrays by key."""
-
-    skeleton: str
-    entries: dict[str, _Entry]
-
-    @classmethod
-    def of(cls, state: Any, name: str) -> _Packed:
-        encoder = _Encoder(name)
-        tree = encoder.encode(state, ())
-        return cls(json.dumps(tree, indent=1) + "\n", encoder.entries)
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.skeleton) + sum(entry.array.nbytes for entry in self.entries.values())
-
-    def safetensors(self) -> Iterator[Any]:
-        """The chunks of a safetensors file: length of the header, header, arrays.
-
-        Written here because the library's own writers reorder arrays that are not contiguous
-        (NumPy) or refuse tensors that share memory, such as tied weights (torch), and hide a full
-        disk from `except OSError`.
-        """
-        # Widest first keeps every array aligned.
-        entries = sorted(self.entries.items(), key=lambda item: -item[1].array.itemsize)
-        header: dict[str, Any] = {}
-        end = 0
-        for key, (dtype, array) in entries:
-            begin, end = end, end + array.nbytes
-            header[key] = {"dtype": dtype, "shape": array.shape, "data_offsets": [begin, end]}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        yield struct.pack("<Q", len(text))
-        yield text
-        for _, (_, array) in entries:
-            yield array.reshape(-1).view(np.uint8)
-
-
-class _Encoder:
-    """Turns a state into JSON and collects its arrays."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.entries: dict[str, _Entry] = {}
-
-    def encode(self, value: Any, path: tuple[str, ...]) -> Any:
-        """``value`` as JSON; ``path`` leads to it."""
-        if isinstance(value, torch.Tensor):
-            return self._encode_tensor(value, path)
-        if isinstance(value, np.ndarray):
-            return self._encode_array("$array", value, path)
-        if isinstance(value, np.generic):
-            return self._encode_array("$scalar", np.asarray(value), path)
-        if value is None or type(value) in (bool, str):
-            return value
-        if type(value) is int:  # other readers of JSON lose digits above 2 ** 53
-            return value if abs(value) <= 1 << 53 else {"$int": hex(value)}
-        if type(value) is float:
-            return value if math.isfinite(value) else {"$float": repr(value)}
-        if type(value) is list:
-            return [self.encode(item, (*path, str(i))) for i, item in enumerate(value)]
-        if type(value) is tuple:
-            return {"$tuple": self.encode(list(value), path)}
-        if isinstance(value, dict):
-            return self._encode_dict(value, path)
-        raise self._refusal(path, f"a {type(value).__name__}")
-
-    def _encode_dict(self, value: dict[Any, Any], path: tuple[str, ...]) -> Any:
-        items = {key: self.encode(item, (*path, str(key))) for key, item in value.items()}
-        if all(type(key) is str and not key.startswith("$") for key in items):
-            return items
-        return {"$dict": [[self.encode(k, (*path, "key")), item] for k, item in items.items()]}
-
-    def _encode_tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> Any:
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise self._refusal(path, "a sparse or quantised tensor")
-        tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-        if tensor.dtype not in _TORCH_DTYPES:
-            return self._encode_array("$tensor", tensor.numpy(), path)
-        dtype, same_size = _TORCH_DTYPES[tensor.dtype]
-        array = np.asarray(tensor.view(same_size).numpy(), order="C")
-        return {"$tensor": self._add(_Entry(dtype, array), path)}
-
-    def _encode_array(self, kind: str, array: Array, path: tuple[str, ...]) -> Any:
-        array = np.asarray(array, order="C")
-        if array.dtype.isnative and array.dtype.name in _NUMPY_DTYPES:
-            return {kind: self._add(_Entry(_NUMPY_DTYPES[array.dtype.name], array), path)}
-        if array.dtype.hasobject or np.dtype(array.dtype.str) != array.dtype:
-            raise self._refusal(path, f"an array of dtype {array.dtype}")
-        raw = _Entry("U8", array[..., None].view(np.uint8))
-        return {kind: [self._add(raw, path), array.dtype.str]}
-
-    def _add(self, entry: _Entry, path: tuple[str, ...]) -> str:
-        key = "/".join(path).encode(errors="backslashreplace").decode()
-        while key in self.entries or key in ("", "__metadata__"):
-            key += "#"
-        self.entries[key] = entry
-        return key
-
-    def _refusal(self, path: tuple[str, ...], what: str) -> TypeError:
-        return TypeError(f"{'/'.join((self.name, *path))}: a checkpoint can't hold {what}")
-
-
-def _decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The value that ``node`` stands for."""
-    if isinstance(node, list):
-        return [_decode(item, tensors) for item in node]
-    if not isinstance(node, dict):
-        return node
-    kind = next(iter(node), "")
-    if not kind.startswith("$"):
-        return {key: _decode(item, tensors) for key, item in node.items()}
-    content = node[kind]
-    if kind == "$tuple":
-        return tuple(_decode(content, tensors))
-    if kind == "$dict":
-        return {_decode(key, tensors): _decode(item, tensors) for key, item in content}
-    if kind == "$int":
-        return int(content, 16)
-    if kind == "$float":
-        return float(content)
-    return _decode_array(kind, content, tensors)
-
-
-def _decode_array(kind: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(content, str):
-        if kind == "$tensor":
-            return tensors[content]
-        array: Array = tensors[content].numpy()
-    else:
-        key, dtype = content
-        array = tensors[key].numpy().view(dtype)[..., 0].copy()
-    if kind == "$tensor":
-        return torch.from_numpy(array)
-    if kind == "$array":
-        return array
-    if kind == "$scalar":
-        return array[()]
-    raise ValueError(f"{kind} stands for nothing")

@@ -106,7 +106,7 @@ class SamplesPerInsert:
         target: sampled rows per inserted row.
         batch_size: rows sampled for one update.
         warmup_env_steps: env steps before the first update.
-        slack_rows: inserted rows by which workers may run ahead; at least what is in flight.
+        slack_rows: inserted rows by which workers may run ahead; what is in flight is enough.
 
     Raises:
         ValueError: a number is out of its bounds.

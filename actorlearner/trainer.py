@@ -285,8 +285,7 @@ class Trainer:
 
     def _gather(self, launcher: Launcher, replay_buffer: Store, model: Agent) -> None:
         """Take in the unrolls that are there; wait for one if there is nothing to learn."""
-        with self._log.split("publish"):
-            self._publish(launcher, model)
+        self._publish(launcher, model)
         timeout = 0.0 if self._progress.limiter.owes_an_update() else _WAIT_S
         with self._log.split("gather"):
             unrolls = launcher.gather(timeout, self._progress.limiter.may_insert)
@@ -309,9 +308,7 @@ class Trainer:
             self._update(replay_buffer, model)
             if self.settings.lockstep:
                 continue
-            if self.updates - self._published_at >= self.settings.publish_every_updates:
-                with self._log.split("publish"):
-                    self._publish(launcher, model)
+            self._publish(launcher, model)
             if self._interrupts.signal is not None or time.perf_counter() > deadline:
                 break
 
@@ -359,8 +356,9 @@ class Trainer:
         period = 1 if self.settings.lockstep else self.settings.publish_every_updates
         is_due = self.updates - self._published_at >= period
         if is_due or model.scalars != self._published_scalars:
-            snapshot = model.snapshot(self.updates)
-            launcher.publish(snapshot)
+            with self._log.split("publish"):
+                snapshot = model.snapshot(self.updates)
+                launcher.publish(snapshot)
             self._published_at, self._published_scalars = self.updates, snapshot.scalars
 
     def _do_what_is_due(self, launcher: Launcher, replay_buffer: Store, model: Agent) -> None:
@@ -569,9 +567,9 @@ class Trainer:
 
     def _new_progress(self, batch_size: int, warmup_env_steps: int) -> Progress:
         s = self.settings
-        in_flight = int(s.launch.get("slots", 2)) * s.num_streams * s.unroll_length
+        slack_rows = 2 * s.num_streams * s.unroll_length  # what is usually in flight
         return Progress(
-            SamplesPerInsert(s.samples_per_insert, batch_size, warmup_env_steps, in_flight),
+            SamplesPerInsert(s.samples_per_insert, batch_size, warmup_env_steps, slack_rows),
             StreamLedger(s.num_streams, record_actions=s.lockstep),
             s.log_every_env_steps,
             s.evaluate_every_env_steps,

@@ -629,6 +629,8 @@ def test_bad_input_is_told_in_one_line(argument: str, capsys: pytest.CaptureFixt
     ("argument", "text"),
     [
         ("launch.start_method=fork", "launch.start_method='fork': must be one of auto, forkserver"),
+        ("launch.slots=abc", "launch.slots='abc': an integer is needed"),
+        ("launch.slots=null", "launch.slots=None: an integer is needed"),
         ("launch.slots=0", "launch.slots=0: must be at least 1"),
         ("launch.target=os:system", "os is not trusted"),
     ],
