@@ -11,11 +11,11 @@ import torch
 
 from actorlearner.config import make
 from actorlearner.contracts import (
-    Agent,
     BadInput,
     EnvFactory,
     EnvSpec,
     Launcher,
+    PolicyFactory,
     SettingError,
     WorkerSpec,
 )
@@ -87,7 +87,7 @@ def worker_specs(
     ledger: StreamLedger,
     factory: EnvFactory,
     env_spec: EnvSpec,
-    model: Agent,
+    policy_factory: PolicyFactory,
 ) -> list[WorkerSpec]:
     """What each worker is, and where its streams go on."""
     specs = []
@@ -101,7 +101,7 @@ def worker_specs(
             seed=settings.seed,
             unroll_length=settings.unroll_length,
             env_factory=factory,
-            policy_factory=model.policy_factory(),
+            policy_factory=policy_factory,
             env_spec=env_spec,
             seed_every_episode=settings.lockstep,
             first_sequence=sequence,

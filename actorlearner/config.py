@@ -28,14 +28,17 @@ SettingsT = TypeVar("SettingsT", bound="Settings")
 
 def setting(
     default: Any = dataclasses.MISSING, *, low: float | None = None, above: float | None = None,
-    high: float | None = None, below: float | None = None,
+    high: float | None = None, below: float | None = None, live: bool = False,
 ) -> Any:  # fmt: skip
     """A dataclass field with bounds: ``low <= value <= high``, ``above < value < below``.
 
-    Bounds are checked on numbers and on each number of a sequence.
+    Bounds are checked on numbers and on each number of a sequence. A ``live`` field may change
+    during a run.
     """
     bounds = {"low": low, "above": above, "high": high, "below": below}
-    metadata = {name: bound for name, bound in bounds.items() if bound is not None}
+    metadata: dict[str, Any] = {n: bound for n, bound in bounds.items() if bound is not None}
+    if live:
+        metadata["live"] = True
     if isinstance(default, dict | list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -83,6 +86,22 @@ class Settings:
             if name not in known:
                 raise SettingError(unknown_key(cls.key(name), [cls.key(n) for n in known]))
         return cls(**values)
+
+    def changed(self: SettingsT, values: Mapping[str, Any]) -> SettingsT:
+        """A copy with other ``values`` of live settings.
+
+        Raises:
+            SettingError: also for a setting that is not live.
+        """
+        live = [f.name for f in dataclasses.fields(typing.cast(Any, self)) if "live" in f.metadata]
+        for name in values:
+            if name not in live:
+                known = ", ".join(self.key(n) for n in live) or "none"
+                raise SettingError(
+                    f"{self.key(name)}: can't change during a run; these can: {known}"
+                )
+        copy: SettingsT = dataclasses.replace(typing.cast(Any, self), **values)
+        return copy
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
@@ -160,7 +179,8 @@ _BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
 }
 
 
-def _check_bounds(value: Any, bounds: Mapping[str, float], key: str) -> None:
+def _check_bounds(value: Any, metadata: Mapping[str, Any], key: str) -> None:
+    bounds = {name: metadata[name] for name in _BOUNDS if name in metadata}
     if isinstance(value, tuple):
         for item in value:
             _check_bounds(item, bounds, key)

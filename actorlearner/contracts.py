@@ -16,7 +16,8 @@ one worker). A row is a *departure*: what was seen, what was done, and what came
 
 The observation after a valid row is always its true successor. An episode ends exactly where the
 next row is a reset row: its observation is the true final one, its action is ignored, its flags are
-False and its reward 0; the row after it is ``first``. A reset row is never an env step.
+False and its reward 0; the row after it is ``first``. A reset row is never an env step. A life lost
+is a row that is ``terminated`` without a reset row behind it: the episode goes on.
 """
 
 from __future__ import annotations
@@ -99,11 +100,19 @@ class ArraySpec:
         dtype: NumPy's name of it (``"uint8"``).
         categories: for discrete data the number of values of each entry, flattened (``(n,)`` for
             ``Discrete(n)``); empty for Box data. Categorical values count from 0.
+        stack: frames that policies and agents see together, the newest last, along an axis in
+            front of ``shape``; records and stores hold each frame once, without that axis.
     """
 
     shape: tuple[int, ...]
     dtype: str
     categories: tuple[int, ...] = ()
+    stack: int = 1
+
+    @property
+    def stacked_shape(self) -> tuple[int, ...]:
+        """What policies and agents get: ``shape``, behind an axis of frames if there are more."""
+        return self.shape if self.stack == 1 else (self.stack, *self.shape)
 
     @property
     def is_discrete(self) -> bool:
@@ -169,7 +178,7 @@ class StreamLayout:
 
 
 class Episode(NamedTuple):
-    """One finished training episode; it travels in the commit message of its unroll.
+    """One finished training episode, or one life; it travels in the commit message of its unroll.
 
     Attributes:
         stream: which environment slot.
@@ -200,7 +209,9 @@ class Unroll:
         truncated: bool ``[T, B]``.
         valid: bool ``[T, B]``.
         first: bool ``[T, B]``.
+        extras: each ``[T, B, ...]``, what the policy noted of each row (`PolicyFactory`).
         episodes: those that ended in it.
+        lives: those that ended in it, of environments that tell of lives lost.
         seconds: what the worker's time went to (``env``, ``policy``, ``wait``).
         started_at: `time.monotonic` of its first env step, seconds.
     """
@@ -214,14 +225,18 @@ class Unroll:
     truncated: NDArray[np.bool_]
     valid: NDArray[np.bool_]
     first: NDArray[np.bool_]
+    extras: dict[str, Array] = field(default_factory=dict)
     sequence: int = 0
     version: int = 0
     episodes: list[Episode] = field(default_factory=list)
+    lives: list[Episode] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     started_at: float = 0.0
 
     @staticmethod
-    def layout(env_spec: EnvSpec, unroll_length: int, num_envs: int) -> dict[str, ArraySpec]:
+    def layout(
+        env_spec: EnvSpec, unroll_length: int, num_envs: int, extras: Mapping[str, ArraySpec]
+    ) -> dict[str, ArraySpec]:
         """The arrays that hold one unroll, by the name `from_arrays` expects."""
 
         def rows(spec: ArraySpec, extra: int = 0) -> ArraySpec:
@@ -233,6 +248,7 @@ class Unroll:
             "action": rows(env_spec.action),
             "reward": rows(ArraySpec((), "float32")),
             **{name: rows(flag) for name in ("terminated", "truncated", "valid", "first")},
+            **{f"extras/{key}": rows(s) for key, s in extras.items()},
         }
 
     @classmethod
@@ -240,10 +256,14 @@ class Unroll:
         cls, worker: int, streams: Sequence[int], arrays: Mapping[str, Array]
     ) -> Unroll:
         """An unroll whose arrays are views of ``arrays`` (see `layout`)."""
-        prefix = "observation/"
-        observation = {k[len(prefix) :]: v for k, v in arrays.items() if k.startswith(prefix)}
-        rest: dict[str, Any] = {k: v for k, v in arrays.items() if not k.startswith(prefix)}
-        return cls(worker, np.asarray(streams, np.int64), observation, **rest)
+        named: dict[str, Any] = {"observation": {}, "extras": {}}
+        for name, array in arrays.items():
+            group, _, key = name.partition("/")
+            if key:
+                named[group][key] = array
+            else:
+                named[name] = array
+        return cls(worker, np.asarray(streams, np.int64), **named)
 
     @property
     def num_rows(self) -> int:
@@ -402,6 +422,12 @@ class WorkerSpec:
     first_sequence: int = 0
     stream_states: tuple[StreamState, ...] = ()
 
+    @property
+    def unroll_layout(self) -> dict[str, ArraySpec]:
+        """`Unroll.layout` of this worker."""
+        extras = self.policy_factory.extras_spec
+        return Unroll.layout(self.env_spec, self.unroll_length, len(self.streams), extras)
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -461,7 +487,7 @@ class EnvFactory(Protocol):
 
     The same seed and the same actions must give the same episode. Example::
 
-        factory = GymEnvFactory("CartPole-v1")
+        factory = GymEnvFactory.of("CartPole-v1")
         env = factory()
         observation, info = env.reset(seed=1)
     """
@@ -471,8 +497,25 @@ class EnvFactory(Protocol):
         """For people: the id, or the name of the class."""
         ...
 
+    @property
+    def frame_stack(self) -> int:
+        """`ArraySpec.stack` of every observation."""
+        ...
+
+    @property
+    def terminal_on_life_loss(self) -> bool:
+        """Whether a row that loses a life is terminated (``info["lives"]`` counts lives)."""
+        ...
+
     def __call__(self) -> gymnasium.Env[Any, Any]:
         """A new environment."""
+        ...
+
+    def vector(self, num_envs: int) -> gymnasium.vector.VectorEnv[Any, Any, Any] | None:
+        """The same environment ``num_envs`` times, stepped natively; None if there is no such.
+
+        Its autoreset mode is NEXT_STEP. It can't be told the seed of every episode.
+        """
         ...
 
 
@@ -487,8 +530,14 @@ class Policy(Protocol):
         """Take over the arrays (copied) and scalars of ``snapshot``."""
         ...
 
-    def act(self, observation: Observation, generator: np.random.Generator) -> Array:
-        """Actions ``[B, ...]`` for observations ``[B, ...]``, in the spec's dtype."""
+    def act(
+        self, observation: Observation, generator: np.random.Generator
+    ) -> tuple[Array, dict[str, Array]]:
+        """Actions ``[B, ...]`` for observations ``[B, ...]``, in the spec's dtype, and the extras.
+
+        Stacked observations come as `ArraySpec.stacked_shape` says; extras are arrays
+        ``[B, ...]`` as in `PolicyFactory.extras_spec`.
+        """
         ...
 
 
@@ -498,6 +547,11 @@ class PolicyFactory(Protocol):
     ``streams`` are those that the policy acts for, out of ``num_streams``; ``greedy`` policies
     explore nothing (evaluation).
     """
+
+    @property
+    def extras_spec(self) -> Mapping[str, ArraySpec]:
+        """What `Policy.act` notes of every row besides the action, by name."""
+        ...
 
     def __call__(
         self, env_spec: EnvSpec, streams: Sequence[int], num_streams: int, greedy: bool
@@ -540,6 +594,11 @@ class Store(Stateful, Protocol):
     @property
     def save(self) -> bool:
         """Whether checkpoints hold the experience."""
+        ...
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """What it needs to have noted of every row (`Agent.policy_factory`)."""
         ...
 
     def add(self, unroll: Unroll) -> None:
@@ -591,8 +650,12 @@ class Agent(Protocol):
         """What a batch must be."""
         ...
 
-    def policy_factory(self) -> PolicyFactory:
-        """The recipe of its policy."""
+    def policy_factory(self, extras: Sequence[str] = ()) -> PolicyFactory:
+        """The recipe of its policy, which notes ``extras`` of every row.
+
+        Raises:
+            BadInput: the policy does not know one of them.
+        """
         ...
 
     @property
@@ -602,6 +665,14 @@ class Agent(Protocol):
 
     def snapshot(self, version: int) -> Snapshot:
         """Its policy now; arrays may alias the parameters."""
+        ...
+
+    def change(self, values: Mapping[str, Any]) -> None:
+        """Take over other values of its live settings, from the next update on.
+
+        Raises:
+            SettingError: a value is out of its bounds, or the setting is not live.
+        """
         ...
 
     def configure_optimizers(self) -> Mapping[str, torch.optim.Optimizer]:

@@ -1,21 +1,27 @@
-"""From a Gymnasium environment to flat arrays and back.
+"""From Gymnasium environments to flat arrays and back.
 
 `GymEnvFactory` is the recipe that travels to workers; `EnvAdapter` turns observations into a flat
-mapping of arrays and action indices into what the environment expects.
+mapping of arrays and action indices into what the environment expects. A worker steps its
+environments together: `SeparateEnvs` one after the other, `VectorEnvs` natively.
+
+Legend of the suffixes: B columns, one environment each.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec as GymnasiumSpec
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
 
 from actorlearner.config import Settings, setting
 from actorlearner.contracts import (
@@ -29,7 +35,10 @@ from actorlearner.contracts import (
     UnsupportedSpace,
 )
 
+logger = logging.getLogger(__name__)
+
 GymEnv: TypeAlias = gymnasium.Env[Any, Any]
+GymVectorEnv: TypeAlias = gymnasium.vector.VectorEnv[Any, Any, Any]
 EnvLike: TypeAlias = str | GymnasiumSpec | Callable[..., GymEnv] | EnvFactory
 """What people may hand in as an environment."""
 
@@ -44,10 +53,13 @@ class EnvSettings(Settings):
     """A Gymnasium id, or ``module:Id`` to import the module that registers it."""
     kwargs: dict[str, Any] = setting({})
     """Arguments of the environment's constructor."""
+    frame_stack: int = setting(1, low=1, high=255)
+    """Observations that the agent sees together, the newest last."""
 
     def factory(self, imports: tuple[str, ...] = ()) -> GymEnvFactory:
         """The recipe of this environment."""
-        return GymEnvFactory.of(self.id, self.kwargs, imports)
+        recipe = GymEnvFactory.of(self.id, self.kwargs, imports)
+        return replace(recipe, frame_stack=self.frame_stack)
 
 
 @dataclass(frozen=True)
@@ -59,12 +71,16 @@ class GymEnvFactory:
         source: what makes the environment.
         kwargs: arguments for it.
         imports: modules to import first.
+        frame_stack: see `contracts.EnvFactory`.
+        terminal_on_life_loss: likewise.
     """
 
     name: str
     source: GymnasiumSpec | Callable[..., GymEnv]
     kwargs: dict[str, Any] = field(default_factory=dict)
     imports: tuple[str, ...] = ()
+    frame_stack: int = 1
+    terminal_on_life_loss: bool = False
 
     @classmethod
     def of(
@@ -119,12 +135,21 @@ class GymEnvFactory:
             raise BadInput(f"env factory {self.name} returned {env!r}, not a gymnasium.Env")
         return env
 
+    def vector(self, num_envs: int) -> GymVectorEnv | None:
+        """See `contracts.EnvFactory`: there is none."""
+        return None
+
 
 def _import(module: str, key: str) -> None:
     try:
         importlib.import_module(module)
     except ImportError as error:
         raise BadInput(f"{key}={module}: can't be imported: {error}") from error
+
+
+EnvStep: TypeAlias = tuple[Observation, float, bool, bool, bool]
+"""What one env step of one environment gave: the next (or final) observation, the raw reward,
+whether the episode is over, whether it was cut, and whether a life was lost and it goes on."""
 
 
 class EnvAdapter:
@@ -134,13 +159,23 @@ class EnvAdapter:
         spec: its description.
     """
 
-    def __init__(self, env: GymEnv, name: str) -> None:
+    def __init__(
+        self, env: GymEnv, name: str, frame_stack: int = 1, tells_lives: bool = False
+    ) -> None:
         """Wrap ``env``.
+
+        Args:
+            env: to be wrapped.
+            name: for messages.
+            frame_stack: only noted in `spec`.
+            tells_lives: watch ``info["lives"]``.
 
         Raises:
             UnsupportedSpace: for a space that has no array form; names the key.
         """
         self._env = env
+        self._tells_lives = tells_lives
+        self._lives = 0
         observation_space, action_space = env.observation_space, env.action_space
         found = _leaves(observation_space, (), name)
         leaves = dict(found)
@@ -151,11 +186,16 @@ class EnvAdapter:
         self._action_offset = _offset(action_space)
         action = _array_spec(action_space, name, "its action space")
         self._action_is_scalar = action.is_discrete
-        specs = {key: _array_spec(space, name, key) for key, (_, space) in leaves.items()}
+        specs = {
+            key: replace(_array_spec(space, name, key), stack=frame_stack)
+            for key, (_, space) in leaves.items()
+        }
         self.spec = EnvSpec(name, specs, action, str(observation_space), str(action_space))
         self._leaves = [
             (key, path, _offset(space), specs[key].shape) for key, (path, space) in leaves.items()
         ]
+        self._is_plain = isinstance(observation_space, spaces.Box)
+        self._plain_shape = observation_space.shape
 
     def reset(self, seed: int | None) -> Observation:
         """Start an episode; ``seed`` None goes on with the environment's own generator.
@@ -163,25 +203,45 @@ class EnvAdapter:
         Raises:
             BadInput: the observation has not the shape that the space promises.
         """
-        return self._flatten(self._env.reset(seed=seed)[0], "reset")
+        observation, info = self._env.reset(seed=seed)
+        if self._tells_lives:
+            self._lives = self._lives_of(info)
+        return self._flatten(observation, "reset")
 
-    def step(self, action: Array) -> tuple[Observation, float, bool, bool]:
-        """One env step: observation, raw reward, terminated, truncated.
+    def step(self, action: Any) -> EnvStep:
+        """One env step.
+
+        Args:
+            action: an index for a discrete space, else an array.
 
         Raises:
             BadInput: the observation has not the shape that the space promises, or the reward is
                 not one number.
         """
         if self._action_is_scalar:
-            native: Any = int(action) + self._action_offset
+            native: Any = int(action)
+            if self._action_offset:
+                native += self._action_offset
         else:
             native = (
                 np.array(action) if self._action_offset is None else action + self._action_offset
             )
-        observation, reward, terminated, truncated, _ = self._env.step(native)
+        observation, reward, terminated, truncated, info = self._env.step(native)
         if type(reward) is not float:
             reward = self._number(reward)
-        return self._flatten(observation, "step"), reward, bool(terminated), bool(truncated)
+        lost_life = False
+        if self._tells_lives:
+            lives, self._lives = self._lives, self._lives_of(info)
+            lost_life = self._lives < lives and not (terminated or truncated)
+        flat = self._flatten(observation, "step")
+        return flat, reward, bool(terminated), bool(truncated), lost_life
+
+    def _lives_of(self, info: Mapping[str, Any]) -> int:
+        if "lives" not in info:
+            raise BadInput(
+                f"{self.spec.name}: info has no lives, so terminal_on_life_loss can't be kept"
+            )
+        return int(info["lives"])
 
     def _number(self, reward: Any) -> float:
         try:
@@ -196,6 +256,8 @@ class EnvAdapter:
         self._env.close()
 
     def _flatten(self, observation: Any, source: str) -> Observation:
+        if self._is_plain and getattr(observation, "shape", None) == self._plain_shape:
+            return {OBSERVATION: observation}  # as below, faster
         flat = {}
         for key, path, offset, shape in self._leaves:
             leaf = observation
@@ -208,6 +270,203 @@ class EnvAdapter:
                 )
             flat[key] = leaf if offset is None else leaf - offset
         return flat
+
+
+class ColumnSteps(NamedTuple):
+    """What one step of many environments gave: 0 and False in columns that rested.
+
+    Attributes:
+        reward: float ``[B]``, raw.
+        terminated: bool ``[B]``, as `EnvStep`.
+        truncated: bool ``[B]``.
+        lost_life: bool ``[B]``.
+    """
+
+    reward: NDArray[Any]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    lost_life: NDArray[np.bool_]
+
+
+class Envs(Protocol):
+    """The environments of one worker.
+
+    A column whose episode has ended *rests* in the next step and is restarted after it.
+    Observations go to ``into``, arrays ``[B, ...]``; those of columns that rest stay as they are.
+    """
+
+    def begin(self, seeds: NDArray[np.int64], into: Observation) -> None:
+        """Start the first episodes, from ``seeds`` (int64 ``[B]``)."""
+        ...
+
+    def step(self, action: Array, resting: NDArray[np.bool_], into: Observation) -> ColumnSteps:
+        """One env step of every column that does not rest."""
+        ...
+
+    def restart(self, column: int, seed: int | None, into: Observation) -> None:
+        """Start the next episode of ``column``, which has rested."""
+        ...
+
+    def close(self) -> None:
+        """Close every environment."""
+        ...
+
+
+class SeparateEnvs:
+    """`Envs` stepped one after the other.
+
+    Attributes:
+        adapters: one per column.
+    """
+
+    def __init__(self, adapters: Sequence[EnvAdapter]) -> None:
+        """Step ``adapters``, which are this object's to close."""
+        self.adapters = list(adapters)
+
+    def begin(self, seeds: NDArray[np.int64], into: Observation) -> None:
+        """See `Envs`."""
+        for column, seed in enumerate(seeds.tolist()):
+            self.restart(column, seed, into)
+
+    def step(self, action: Array, resting: NDArray[np.bool_], into: Observation) -> ColumnSteps:
+        """See `Envs`."""
+        rests: list[bool] = resting.tolist()
+        # Lists, because to fill an array item by item takes longer than all of this loop.
+        steps: list[EnvStep] = []
+        scalar = self.adapters[0].spec.action.is_discrete
+        actions = action.tolist() if scalar else action
+        for column, adapter in enumerate(self.adapters):
+            if rests[column]:
+                steps.append(_RESTED)
+                continue
+            step = adapter.step(actions[column])
+            for key, value in step[0].items():
+                into[key][column] = value
+            steps.append(step)
+        _, *outcomes = zip(*steps, strict=True)
+        return ColumnSteps(*map(np.array, outcomes))
+
+    def restart(self, column: int, seed: int | None, into: Observation) -> None:
+        """See `Envs`."""
+        for key, value in self.adapters[column].reset(seed).items():
+            into[key][column] = value
+
+    def close(self) -> None:
+        """Close every environment, whatever one of them says to it. Idempotent."""
+        adapters, self.adapters = self.adapters, []
+        for adapter in adapters:
+            close(adapter)
+
+
+_RESTED: EnvStep = ({}, 0.0, False, False, False)
+
+
+class VectorEnvs:
+    """`Envs` that one Gymnasium vector environment steps: plain Box observations, Discrete actions.
+
+    In NEXT_STEP mode its call after an end only resets; that is the step in which a column rests.
+    """
+
+    def __init__(self, env: GymVectorEnv, spec: EnvSpec, tells_lives: bool) -> None:
+        """Step ``env``.
+
+        Args:
+            env: this object's to close.
+            spec: of one environment; where an observation has an axis of length 1 more, it goes.
+            tells_lives: watch ``info["lives"]``.
+
+        Raises:
+            BadInput: the environment's autoreset mode is another.
+        """
+        mode = env.metadata.get("autoreset_mode")
+        if mode != AutoresetMode.NEXT_STEP:
+            raise BadInput(
+                f"{spec.name}: a vector environment must run in autoreset mode NEXT_STEP, "
+                f"this one's is {mode}; make it with autoreset_mode=AutoresetMode.NEXT_STEP"
+            )
+        self._env = env
+        self._num_actions = spec.action.categories[0]
+        self._tells_lives = tells_lives
+        self._lives_B = np.zeros(env.num_envs, np.int64)
+        self._never_B = np.zeros(env.num_envs, np.bool_)
+
+    def begin(self, seeds: NDArray[np.int64], into: Observation) -> None:
+        """See `Envs`."""
+        observation, info = self._env.reset(seed=seeds)  # type: ignore[arg-type] # ALE's takes it
+        self._put(observation, into)
+        if self._tells_lives:
+            self._lives_B = info["lives"]
+
+    def step(self, action: Array, resting: NDArray[np.bool_], into: Observation) -> ColumnSteps:
+        """See `Envs`.
+
+        Raises:
+            ValueError: an action is out of range, at which native code may hang.
+        """
+        if action.min() < 0 or action.max() >= self._num_actions:
+            raise ValueError(f"action={action}: must be in [0, {self._num_actions})")
+        observation, reward, terminated, truncated, info = self._env.step(action)
+        self._put(observation, into)
+        lost_life = self._never_B
+        if self._tells_lives:
+            lives, self._lives_B = self._lives_B, info["lives"]
+            lost_life = (self._lives_B < lives) & ~(terminated | truncated | resting)
+        return ColumnSteps(reward, terminated, truncated, lost_life)
+
+    def _put(self, observation: Array, into: Observation) -> None:
+        rows = into[OBSERVATION]
+        rows[...] = observation.reshape(rows.shape)
+
+    def restart(self, column: int, seed: int | None, into: Observation) -> None:
+        """See `Envs`: the vector environment has done it."""
+
+    def close(self) -> None:
+        """Close the vector environment."""
+        close(self._env)
+
+
+def adapt(factory: EnvFactory) -> EnvAdapter:
+    """A new environment, adapted, or closed if it can't be."""
+    env = factory()
+    try:
+        return EnvAdapter(env, factory.name, factory.frame_stack, factory.terminal_on_life_loss)
+    except Exception:
+        env.close()
+        raise
+
+
+def make_envs(factory: EnvFactory, spec: EnvSpec, num_envs: int, seeded: bool) -> Envs:
+    """``num_envs`` environments, native ones where there are such.
+
+    Args:
+        factory: makes them.
+        spec: of one.
+        num_envs: how many.
+        seeded: whether `Envs.restart` must keep its seeds.
+    """
+    vector = None if seeded else factory.vector(num_envs)
+    if vector is None:
+        envs = SeparateEnvs([])
+        try:
+            for _ in range(num_envs):
+                envs.adapters.append(adapt(factory))
+        except BaseException:
+            envs.close()
+            raise
+        return envs
+    try:
+        return VectorEnvs(vector, spec, factory.terminal_on_life_loss)
+    except BaseException:
+        vector.close()
+        raise
+
+
+def close(env: EnvAdapter | GymVectorEnv) -> None:
+    """Close ``env``; a failure is only logged, as it must not hide what came before."""
+    try:
+        env.close()
+    except Exception:
+        logger.warning("closing %s failed", env, exc_info=True)
 
 
 def _leaves(

@@ -5,17 +5,20 @@ Legend of the suffixes: T rows of an unroll, N rows of an n-step window, B colum
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 
 from actorlearner.config import Settings, setting
 from actorlearner.contracts import (
     Array,
+    ArraySpec,
     BadInput,
     Batch,
     EnvSpec,
@@ -28,6 +31,8 @@ from actorlearner.contracts import (
 from actorlearner.returns import n_step
 from actorlearner.ring import BlockRing
 from actorlearner.sum_tree import SumTree
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,8 @@ class ReplaySettings(Settings):
         beta_start: exponent of the importance weights at the first batch; it goes linearly to 1.
         beta_updates: batches until it is 1; None for the updates that the run plans.
         priority_epsilon: added to every priority, so that each row can be drawn again.
+        initial_priority: of new rows: the highest one seen (max), or that of the TD error by the
+            values that the policy had when it acted (actor).
         save: put the contents into checkpoints.
     """
 
@@ -54,6 +61,7 @@ class ReplaySettings(Settings):
     beta_start: float = setting(0.4, low=0, high=1)
     beta_updates: int | None = setting(None, low=1)
     priority_epsilon: float = setting(1e-6, above=0)
+    initial_priority: Literal["max", "actor"] = "max"
     save: bool = True
 
 
@@ -68,7 +76,13 @@ class ReplayBuffer:
     (appendix B.2.1: one draw from each of ``batch_size`` equal parts of the total), new rows at the
     highest priority seen so far (1 at first), importance weights ``(N * P(i)) ** -beta`` over the
     N rows that can be drawn. The weights are divided by their maximum *in the batch*, as in DQN
-    Zoo, Acme and Dopamine; the paper leaves open over what the maximum is taken.
+    Zoo, Acme and Dopamine; the paper leaves open over what the maximum is taken. With
+    ``initial_priority="actor"`` new rows start at the actor's own n-step TD error instead, as in
+    Ape-X (Horgan et al. 2018, arXiv:1803.00933); those whose window is not complete yet wait at
+    the highest priority.
+
+    Frame stacks are made when a batch is: every frame is stored once. A row whose older frames are
+    overwritten is not drawn any more.
 
     Example::
 
@@ -117,7 +131,8 @@ class ReplayBuffer:
             planned_updates: updates over which beta goes to 1 unless the settings say otherwise.
 
         Raises:
-            SettingError: the capacity can't hold two unrolls of every stream.
+            SettingError: the capacity can't hold two unrolls of every stream, or the memory can't
+                hold the capacity.
             BadInput: the buffer was built for something else.
         """
         asked = {
@@ -134,6 +149,12 @@ class ReplayBuffer:
                     "make a new one for each run"
                 )
             return
+        stack = max(spec.stack for spec in env_spec.observation.values())
+        if layout.unroll_length < stack - 1:
+            raise SettingError(
+                f"unroll_length={layout.unroll_length}: must be at least {stack - 1}, as many rows "
+                f"as a stack of {stack} frames has besides the newest"
+            )
         # Fewer, and a stream's own unroll could overwrite the one that it continues.
         needed = 2 * layout.num_streams * layout.unroll_length
         if self.settings.capacity < needed:
@@ -141,7 +162,9 @@ class ReplayBuffer:
                 f"replay.capacity={self.settings.capacity}: must be at least {needed}, which is two"
                 f" unrolls of {layout.unroll_length} rows for each of {layout.num_streams} streams"
             )
-        self._built_ring = ring = BlockRing(env_spec, layout, self.settings.capacity)
+        extras = {name: ArraySpec((), "float32") for name in self.extras}
+        self._state_memory(BlockRing.bytes_per_row(env_spec, extras))
+        self._built_ring = ring = BlockRing(env_spec, layout, self.settings.capacity, extras)
         self._tree = SumTree(ring.num_rows) if self.settings.prioritized else None
         self._env_spec, self._sample_spec = env_spec, sample_spec
         self._beta_updates = self.settings.beta_updates or max(1, planned_updates)
@@ -158,6 +181,12 @@ class ReplayBuffer:
         return self.settings.save
 
     @property
+    def extras(self) -> tuple[str, ...]:
+        """What it needs to have noted of every row: values, for the actor's TD error."""
+        by_actor = self.settings.prioritized and self.settings.initial_priority == "actor"
+        return ("action_value", "greedy_value") if by_actor else ()
+
+    @property
     def beta(self) -> float:
         """Exponent of the importance weights of the next batch."""
         fraction = min(1.0, self._num_batches / self._beta_updates)
@@ -166,8 +195,12 @@ class ReplayBuffer:
     def add(self, unroll: Unroll) -> None:
         """Copy ``unroll`` in, over the oldest rows."""
         begin = self._ring.head
-        self._ring.append(unroll)
+        given_up = self._ring.append(unroll)
         self._prioritise_since(begin)
+        if self._tree is not None:
+            self._tree.set(given_up, np.zeros(len(given_up)))
+            if self.extras:
+                self._prioritise_by_actor(self._tree, begin)
 
     def ready(self) -> bool:
         """Whether there is a row to draw. Warm-up is not the store's business."""
@@ -189,6 +222,26 @@ class ReplayBuffer:
             start_B, weight_B = self._draw_by_priority(self._tree, spec.batch_size)
         self._num_batches += 1
 
+        return_B, discount_B, end_B = self._windows(start_B)
+        action_B = ring.action[start_B]
+        if self._env_spec.action.categories:
+            action_B = action_B.astype(np.int64)
+        # Indexing has made every array here afresh, so the tensors share memory with nothing.
+        return Batch(
+            observation={k: torch.from_numpy(a) for k, a in ring.observed(start_B).items()},
+            next_observation={k: torch.from_numpy(a) for k, a in ring.observed(end_B).items()},
+            action=torch.from_numpy(action_B),
+            reward=torch.from_numpy(return_B),
+            discount=torch.from_numpy(discount_B),
+            weight=torch.from_numpy(weight_B),
+            keys=ring.keys(start_B),
+        )
+
+    def _windows(
+        self, start_B: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
+        """Return, discount and end of the windows that start at addresses ``start_B``."""
+        spec, ring = self._sample_spec, self._ring
         path_NB = ring.walk(start_B, spec.n_step)
         window_NB = path_NB[:-1]
         reward_NB = ring.reward[window_NB]
@@ -197,21 +250,7 @@ class ReplayBuffer:
         return_B, discount_B, steps_B = n_step(
             reward_NB, ring.terminated[window_NB], ring.valid[window_NB], spec.gamma
         )
-        end_B = path_NB[steps_B, np.arange(spec.batch_size)]
-
-        action_B = ring.action[start_B]
-        if self._env_spec.action.categories:
-            action_B = action_B.astype(np.int64)
-        # Indexing has made every array here afresh, so the tensors share memory with nothing.
-        return Batch(
-            observation={k: torch.from_numpy(a[start_B]) for k, a in ring.observation.items()},
-            next_observation={k: torch.from_numpy(a[end_B]) for k, a in ring.observation.items()},
-            action=torch.from_numpy(action_B),
-            reward=torch.from_numpy(return_B),
-            discount=torch.from_numpy(discount_B),
-            weight=torch.from_numpy(weight_B),
-            keys=ring.keys(start_B),
-        )
+        return return_B, discount_B, path_NB[steps_B, np.arange(len(start_B))]
 
     def feed_back(self, keys: NDArray[np.int64], feedback: Mapping[str, Array]) -> None:
         """Set the priorities of the rows ``keys``; those overwritten meanwhile are counted only.
@@ -240,12 +279,10 @@ class ReplayBuffer:
             raise NonFiniteError(f"priority={priority[~np.isfinite(priority)][0]}: must be finite")
         if (priority < 0).any():
             raise ValueError(f"priority={priority[priority < 0][0]}: must not be negative")
-        stored = self._ring.is_stored(keys)
-        self._stale_feedback += int(np.count_nonzero(~stored))
-        if stored.any():
-            priority = priority[stored] + self.settings.priority_epsilon
-            self._max_priority = max(self._max_priority, float(priority.max()))
-            self._tree.set(self._ring.address(keys[stored]), priority**self.settings.alpha)
+        addresses = self._ring.address(keys)
+        fresh = self._ring.is_stored(keys) & self._ring.valid[addresses]
+        self._stale_feedback += int(np.count_nonzero(~fresh))
+        self._set_priorities(self._tree, addresses[fresh], priority[fresh])
 
     def metrics(self) -> dict[str, float]:
         """Scalars to log: rows that can be drawn, rows that fit, stale feedback, priorities."""
@@ -298,7 +335,9 @@ class ReplayBuffer:
             return
         self._tree = SumTree(ring.num_rows)
         if priorities and priorities["alpha"] == self.settings.alpha:
-            self._tree.set(np.arange(len(priorities["leaves"])), priorities["leaves"])
+            leaves = priorities["leaves"]
+            still_valid = ring.valid[: len(leaves)]
+            self._tree.set(np.arange(len(leaves)), np.where(still_valid, leaves, 0.0))
             self._prioritise_since(first_new)
         else:
             self._prioritise_since(max(0, ring.head - ring.num_rows))
@@ -329,6 +368,62 @@ class ReplayBuffer:
             priority = self._max_priority**self.settings.alpha
             self._tree.set(addresses, np.where(self._ring.valid[addresses], priority, 0.0))
 
+    def _prioritise_by_actor(self, tree: SumTree, key: int) -> None:
+        """Give rows from ``key`` on, and older ones whose windows they complete, the actor's error.
+
+        The value that a window ends with was noted in the row of its last observation: that row
+        may be a reset row, but it must have come.
+        """
+        ring = self._ring
+        newest = ring.address(np.arange(key, ring.head))
+        starts = [newest]
+        oldest = newest[:: ring.layout.unroll_length]
+        for _ in range(self._sample_spec.n_step):
+            older = ring.before(oldest)
+            # Behind a termination or a reset row windows were complete before.
+            is_open = ring.valid[older] & ~ring.terminated[older]
+            oldest = older[(ring.following[older] == oldest) & is_open]
+            starts.append(oldest)
+        start_B = np.concatenate(starts)
+        start_B = start_B[ring.valid[start_B]]
+        return_B, discount_B, end_B = self._windows(start_B)
+        has_come_B = ring.following[end_B] != end_B  # a tail or a stub follows itself
+        known_B = (discount_B == 0) | has_come_B
+        bootstrap_B = np.where(has_come_B, ring.extras["greedy_value"][end_B], 0.0)
+        target_B = return_B + discount_B * bootstrap_B
+        error_B = np.abs(target_B - ring.extras["action_value"][start_B])
+        self._set_priorities(tree, start_B[known_B], error_B[known_B])
+
+    def _set_priorities(
+        self, tree: SumTree, addresses: NDArray[np.int64], error: NDArray[np.floating]
+    ) -> None:
+        """Set the priorities of ``addresses`` to those of absolute TD errors ``error``."""
+        if len(addresses) == 0:
+            return
+        priority = error.astype(np.float64) + self.settings.priority_epsilon
+        self._max_priority = max(self._max_priority, float(priority.max()))
+        tree.set(addresses, priority**self.settings.alpha)
+
+    def _state_memory(self, bytes_per_row: int) -> None:
+        """Say what the buffer will take; refuse what there is not.
+
+        Raises:
+            SettingError: there is less.
+        """
+        capacity, free = self.settings.capacity, psutil.virtual_memory().available
+        if self.settings.prioritized:
+            bytes_per_row += 9  # a leaf, and its share of the sums above
+        needed = capacity * bytes_per_row
+        logger.info(
+            "replay: %s rows of %s bytes take %s, %s are free",
+            f"{capacity:,}", f"{bytes_per_row:,}", _size(needed), _size(free),
+        )  # fmt: skip
+        if needed > free:
+            raise SettingError(
+                f"replay.capacity={capacity}: needs {_size(needed)}, {_size(free)} are free; "
+                f"at most {free // bytes_per_row} fit"
+            )
+
     def _draw_uniformly(self, count: int) -> NDArray[np.int64]:
         """Addresses ``[count]`` of valid rows, each as likely as any other."""
         ring = self._ring
@@ -348,3 +443,8 @@ class ReplayBuffer:
         probability = tree.get(addresses) / total
         weight = (self._ring.num_valid * probability) ** -self.beta
         return addresses, (weight / weight.max()).astype(np.float32)
+
+
+def _size(num_bytes: float) -> str:
+    """``num_bytes`` as people read it."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

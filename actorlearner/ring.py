@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from actorlearner.contracts import (
     Array,
+    ArraySpec,
     CheckpointError,
     EnvSpec,
     Observation,
@@ -37,36 +38,63 @@ class BlockRing:
     themselves, so that a walk stays there and a window ends there.
 
     A block is younger than the one that it follows and is overwritten later: what follows a stored
-    row is always stored.
+    row is always stored. What precedes it is not, so a row whose frame stack reaches back to one
+    that is overwritten, or never came, can't be drawn any more and becomes invalid. Of windows it
+    is no part: they start at older rows, which are gone.
 
     Attributes:
         num_rows: rows that fit, a multiple of ``T``.
         head: key of the next row to be written, a multiple of ``T``.
-        num_valid: valid rows stored.
+        num_valid: valid rows stored, those that can be drawn.
         observation: each ``[num_rows + num_streams, ...]``, the tails at the end, as below.
         action: ``[num_rows + num_streams, ...]``.
         reward: float32 ``[num_rows + num_streams]``.
         terminated: bool ``[num_rows + num_streams]``.
         valid: bool ``[num_rows + num_streams]``.
         following: int64 ``[num_rows + num_streams]``.
+        age: uint8 ``[num_rows + num_streams]``, rows back to the first of the episode, at most
+            ``stack - 1``: how many older frames the row's stack has.
+        preceding: int64 ``[num_blocks + num_streams]``, the address of the row before row 0 of
+            each block and before each tail; meaningless where no age reaches back to it.
+        extras: each ``[num_rows + num_streams, ...]``.
         last_key: int64 ``[num_streams]``, the newest row of each stream, -1 for none.
         last_sequence: int64 ``[num_streams]``, the number of its newest unroll, -1 for none.
     """
 
-    def __init__(self, env_spec: EnvSpec, layout: StreamLayout, capacity: int) -> None:
+    def __init__(
+        self,
+        env_spec: EnvSpec,
+        layout: StreamLayout,
+        capacity: int,
+        extras: Mapping[str, ArraySpec] | None = None,
+    ) -> None:
         self.layout = layout
         self.num_rows = capacity // layout.unroll_length * layout.unroll_length
         num_places = self.num_rows + layout.num_streams
+        self._stacks = {key: spec.stack for key, spec in env_spec.observation.items()}
+        self._max_age = max(self._stacks.values()) - 1
         self.observation = {k: spec.zeros(num_places) for k, spec in env_spec.observation.items()}
         self.action = env_spec.action.zeros(num_places)
         self.reward = np.zeros(num_places, np.float32)
         self.terminated = np.zeros(num_places, np.bool_)
         self.valid = np.zeros(num_places, np.bool_)
         self.following = np.arange(num_places, dtype=np.int64)
+        self.age = np.zeros(num_places, np.uint8)
+        num_blocks = self.num_rows // layout.unroll_length
+        self.preceding = np.zeros(num_blocks + layout.num_streams, np.int64)
+        self.extras = {name: spec.zeros(num_places) for name, spec in (extras or {}).items()}
         self.head = 0
         self.num_valid = 0
+        self._given_up: list[NDArray[np.int64]] = []
         self.last_key = np.full(layout.num_streams, -1, np.int64)
         self.last_sequence = np.full(layout.num_streams, -1, np.int64)
+
+    @classmethod
+    def bytes_per_row(cls, env_spec: EnvSpec, extras: Mapping[str, ArraySpec]) -> int:
+        """What one row of capacity takes, in bytes."""
+        bookkeeping = 4 + 1 + 1 + 8 + 1  # reward, terminated, valid, following, age
+        specs = [*env_spec.observation.values(), env_spec.action, *extras.values()]
+        return bookkeeping + sum(spec.zeros().nbytes for spec in specs)
 
     @property
     def num_stored(self) -> int:
@@ -86,8 +114,12 @@ class BlockRing:
         """Whether each of ``keys`` has not been overwritten; False for -1."""
         return (keys >= self.head - self.num_stored) & (keys < self.head)
 
-    def append(self, unroll: Unroll) -> None:
-        """Write ``unroll`` over the oldest rows and link it to what its streams did before."""
+    def append(self, unroll: Unroll) -> NDArray[np.int64]:
+        """Write ``unroll`` over the oldest rows and link it to what its streams did before.
+
+        Returns:
+            Addresses of older rows that can't be drawn any more though they are stored.
+        """
         num_rows, streams = unroll.num_rows, unroll.streams
         assert num_rows == self.layout.unroll_length
         breaks = self.last_sequence[streams] != unroll.sequence - 1
@@ -102,6 +134,9 @@ class BlockRing:
         for key, array in unroll.observation.items():
             self.observation[key][rows_BT] = array[:-1].swapaxes(0, 1)
             self.observation[key][self._tail(streams)] = array[-1]
+        for name, array in unroll.extras.items():
+            if name in self.extras:
+                self.extras[name][rows_BT] = array.swapaxes(0, 1)
         self.action[rows_BT] = unroll.action.swapaxes(0, 1)
         self.reward[rows_BT] = unroll.reward.T
         self.terminated[rows_BT] = unroll.terminated.T
@@ -110,8 +145,13 @@ class BlockRing:
 
         self._link(self.last_key[streams], rows_BT[:, 0])
         self.following[rows_BT[:, -1]] = self._tail(streams)
+        self._note_ages(rows_BT, unroll)
         self.last_key[streams] = keys_BT[:, -1]
         self.last_sequence[streams] = unroll.sequence
+        given_up = np.concatenate([np.empty(0, np.int64), *self._given_up])
+        self._given_up = []
+        anew: NDArray[np.bool_] = self.valid[given_up]  # written since
+        return np.delete(given_up, np.flatnonzero(anew))
 
     def walk(self, addresses: NDArray[np.int64], num_steps: int) -> NDArray[np.int64]:
         """The way from ``addresses`` (``[B]``) along their streams, ``[num_steps + 1, B]``."""
@@ -120,6 +160,34 @@ class BlockRing:
         for step in range(num_steps):
             path[step + 1] = self.following[path[step]]
         return path
+
+    def before(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows before ``addresses`` (int64 ``[B]``) in their streams.
+
+        Only to be asked where there is one: of rows whose `age` says so, or which are known to be
+        linked.
+        """
+        length, num_blocks = self.layout.unroll_length, self.num_rows // self.layout.unroll_length
+        is_tail = addresses >= self.num_rows
+        block = np.where(is_tail, num_blocks + addresses - self.num_rows, addresses // length)
+        begins = is_tail | (addresses % length == 0)
+        return np.where(begins, self.preceding[block], addresses - 1)
+
+    def observed(self, addresses: NDArray[np.int64]) -> Observation:
+        """The observations at ``addresses`` (int64 ``[B]``), copied: each `stacked_shape`.
+
+        An episode's first frame stands in for those before it, as in `frames.FrameStack`.
+        """
+        places = [addresses]  # of the newest frame, the one before it, ...
+        age = self.age[addresses]
+        for back in range(self._max_age):
+            places.append(np.where(age > back, self.before(places[-1]), places[-1]))
+        observation = {}
+        for key, array in self.observation.items():
+            stack = self._stacks[key]
+            index = addresses if stack == 1 else np.stack(places[stack - 1 :: -1], axis=1)
+            observation[key] = array[index]
+        return observation
 
     def state_dict(self) -> dict[str, Any]:
         """What is stored; the arrays are views."""
@@ -130,6 +198,8 @@ class BlockRing:
             "head": self.head,
             "rows": {name: a[: self.num_stored] for name, a in self._arrays().items()},
             "tails": {key: a[tails] for key, a in self.observation.items()},
+            "tail_ages": self.age[tails],
+            "preceding": self.preceding,
             "last_key": self.last_key,
             "last_sequence": self.last_sequence,
         }
@@ -153,9 +223,13 @@ class BlockRing:
         self.num_valid = int(np.count_nonzero(self.valid))
 
         first_new = self.head
+        num_blocks = self.num_rows // self.layout.unroll_length
+        self.preceding[:num_blocks] = state["preceding"][:num_blocks]
         if len(state["last_key"]) == self.layout.num_streams:
             self.last_key[:] = state["last_key"]
             self.last_sequence[:] = state["last_sequence"]
+            self.preceding[num_blocks:] = state["preceding"][num_blocks:]
+            self.age[self.num_rows :] = state["tail_ages"]
             for key, tails in state["tails"].items():
                 self.observation[key][self.num_rows :] = tails
         else:
@@ -189,9 +263,22 @@ class BlockRing:
             else:
                 assert self.last_key[end - self.num_rows] == block[-1]
         assert len(followed) == len(set(followed)), "a row follows two"
+        self._check_stacks()
         for stream in np.flatnonzero(self.is_stored(self.last_key)):
             last = self.address(self.last_key[stream])
             assert self.following[last] == tails[stream]
+
+    def _check_stacks(self) -> None:
+        """Whether the older frames of every row that can be drawn are stored."""
+        rows = np.flatnonzero(self.valid)
+        age = self.age[rows].astype(np.int64)
+        while (age > 0).any():
+            rows, age = rows[age > 0], age[age > 0]
+            older = self.before(rows)
+            assert np.array_equal(self.following[older], rows)
+            assert (older < self.num_stored).all()
+            assert (self.age[older] >= np.minimum(age - 1, self.age[rows])).all()
+            rows, age = older, age - 1
 
     def _arrays(self) -> dict[str, Array]:
         return {
@@ -201,6 +288,8 @@ class BlockRing:
             "terminated": self.terminated,
             "valid": self.valid,
             "following": self.following,
+            "age": self.age,
+            **{f"extras/{name}": array for name, array in self.extras.items()},
         }
 
     def _tail(self, streams: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -211,6 +300,11 @@ class BlockRing:
         shape = num_blocks, self.layout.unroll_length
         keys = np.arange(self.head, self.head + math.prod(shape), dtype=np.int64)
         rows = self.address(keys)
+        ends = rows[self.layout.unroll_length - 1 :: self.layout.unroll_length]
+        next_rows = self.following[ends]
+        stand = next_rows < self.num_rows  # no tails: of a loaded state there may be more of them
+        ends, next_rows = ends[stand], next_rows[stand]
+        self._give_up(next_rows[self.before(next_rows) == ends])  # behind a stub there is no next
         self.num_valid -= int(np.count_nonzero(self.valid[rows]))
         self.valid[rows] = False
         self.following[rows] = rows + 1
@@ -225,11 +319,46 @@ class BlockRing:
     def _end_chains(self, last_key: NDArray[np.int64], tails: Observation) -> None:
         """Put ``tails``, the observations after the rows ``last_key``, into stubs behind them."""
         stored = self.is_stored(last_key)
-        first = self.address(self._allocate(int(np.count_nonzero(stored)))[:, 0])
+        # To make room may overwrite the row that a stub would follow: then nobody walks to it.
+        keys = self._allocate(int(np.count_nonzero(stored)))[:, 0]
+        first, last = self.address(keys), self.address(last_key[stored])
         for key, tail in tails.items():
             self.observation[key][first] = tail[stored]
         self.following[first] = first
+        self.preceding[first // self.layout.unroll_length] = last
+        self.age[first] = np.minimum(self.age[last] + 1, self._max_age)
         self._link(last_key[stored], first)
+
+    def _note_ages(self, rows_BT: NDArray[np.int64], unroll: Unroll) -> None:
+        """Ages of the new rows and of the tails behind them, and what precedes both."""
+        length = self.layout.unroll_length
+        streams = unroll.streams
+        last_key = self.last_key[streams]
+        last = self.address(last_key)
+        self.preceding[rows_BT[:, 0] // length] = last
+        self.preceding[self.num_rows // length + streams] = rows_BT[:, -1]
+        if self._max_age == 0:
+            return  # nothing is stacked, and all ages are 0
+        # Where nothing precedes, as old as can be: so no stack of it is whole before a `first`.
+        linked = self.is_stored(last_key)
+        age = np.where(linked, self.age[last], self._max_age).astype(np.int64)
+        for row in range(length):
+            age = np.where(unroll.first[row], 0, np.minimum(age + 1, self._max_age))
+            self.age[rows_BT[:, row]] = age
+        self.age[self._tail(streams)] = np.minimum(age + 1, self._max_age)
+        self._give_up(rows_BT[~linked, 0])
+
+    def _give_up(self, addresses: NDArray[np.int64]) -> None:
+        """Make rows invalid whose stacks reach back beyond ``addresses``, first of what is left."""
+        if self._max_age == 0 or len(addresses) == 0:
+            return
+        # They are in one block: `ReplayBuffer.build` has made sure that an unroll is that long.
+        path = self.walk(addresses, self._max_age - 1)
+        reaches_beyond = self.age[path] > np.arange(self._max_age)[:, None]
+        cut = path[reaches_beyond & self.valid[path]]
+        self.valid[cut] = False
+        self.num_valid -= len(cut)
+        self._given_up.append(cut)
 
     def _refuse_misfit(self, state: Any, arrays: Mapping[str, Array]) -> None:
         now = f"replay.capacity={self.num_rows} unroll_length={self.layout.unroll_length}"

@@ -62,10 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     if any(argument.partition("=")[0] in _THROUGH_HYDRA for argument in arguments):
         return _through_hydra(arguments)
-    return _told_plainly(lambda: _run(_compose(arguments)))
+    return told_plainly(lambda: _run(compose(arguments)))
 
 
-def _told_plainly(job: Callable[[], int]) -> int:
+def told_plainly(job: Callable[[], int]) -> int:
     """The exit code of ``job``; errors as people want them: a line for what is theirs to mend."""
     try:
         return job()
@@ -92,7 +92,7 @@ def _through_hydra(arguments: list[str]) -> int:
         own = HydraConfig.get()
         sources = own.runtime.config_sources
         dirs = [f"--config-dir={s.path}" for s in sources if s.provider == "command-line"]
-        codes.append(_told_plainly(lambda: _run(_compose([*dirs, *own.overrides.task]))))
+        codes.append(told_plainly(lambda: _run(compose([*dirs, *own.overrides.task]))))
         if codes[-1] >= 128:
             sys.exit(codes[-1])  # interrupted: the jobs that are left don't start
 
@@ -109,7 +109,7 @@ def _through_hydra(arguments: list[str]) -> int:
 # ------------------------------------------------------------------------------ configuration
 
 
-def _compose(arguments: Sequence[str]) -> DictConfig:
+def compose(arguments: Sequence[str]) -> DictConfig:
     """The configuration, unresolved: composed, or a checkpoint's own with changes."""
     overrides, config_dirs = _split_config_dirs(arguments)
     given = _parse(overrides)

@@ -36,6 +36,7 @@ class RunLog:
     Attributes:
         split: where the learner's wall time goes.
         episodes: the last 100 training episodes, raw returns.
+        lives: the last 100 lives, of environments that tell of lives.
         means: metrics of the training steps.
         writer: TensorBoard's, or None.
         last_training: env steps of the last line of training metrics.
@@ -55,6 +56,7 @@ class RunLog:
         """
         self.split = TimeSplit()
         self.episodes = EpisodeWindow()
+        self.lives = EpisodeWindow()
         self.means = MetricWindow()
         self.writer: Any = None
         self.last_training = self.last_evaluation = -1
@@ -124,6 +126,8 @@ class RunLog:
             self._worker_seconds[name] = self._worker_seconds.get(name, 0.0) + seconds
         for episode in unroll.episodes:
             self.episodes.add(episode.ret, episode.length)
+        for life in unroll.lives:
+            self.lives.add(life.ret, life.length)
         if self._first_step_at is None or unroll.sequence == 0:
             earlier = self._first_step_at or unroll.started_at
             self._first_step_at = min(earlier, unroll.started_at)
@@ -157,6 +161,9 @@ class RunLog:
         if self.episodes.count:
             metrics["train/return_mean"] = self.episodes.mean_return
             metrics["train/length_mean"] = self.episodes.mean_length
+        if self.lives.count:
+            metrics["train/life_return_mean"] = self.lives.mean_return
+            metrics["train/life_length_mean"] = self.lives.mean_length
         if self._lag_rows:
             metrics["policy/lag_mean"] = self._lag_sum / self._lag_rows
             metrics["policy/lag_max"] = float(self._lag_max)
@@ -211,6 +218,7 @@ class RunLog:
         """The episodes, and where the lines stand."""
         return {
             "episodes": self.episodes.state_dict(),
+            "lives": self.lives.state_dict(),
             "last_training": self.last_training,
             "last_evaluation": self.last_evaluation,
             "wall_s": self.wall_s,
@@ -219,6 +227,7 @@ class RunLog:
     def load_state_dict(self, state: Any) -> None:
         """Go back to ``state``."""
         self.episodes.load_state_dict(state["episodes"])
+        self.lives.load_state_dict(state["lives"])
         self.last_training = state["last_training"]
         self.last_evaluation = state["last_evaluation"]
         self._wall_before = state["wall_s"]

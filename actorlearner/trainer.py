@@ -38,6 +38,7 @@ from actorlearner.contracts import (
     Store,
     StreamLayout,
 )
+from actorlearner.control import FILE_NAME, Control
 from actorlearner.envs import EnvLike, GymEnvFactory
 from actorlearner.evaluate import EvaluationSettings, summarise
 from actorlearner.interrupts import Interrupts
@@ -116,7 +117,7 @@ class TrainerSettings(Settings):
 
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Of the model's parameters."""
-    gradient_clip_val: float | None = setting(10.0, above=0)
+    gradient_clip_val: float | None = setting(10.0, above=0, live=True)
     """Largest global L2 norm of the gradients of a training step; None does not clip."""
     publish_every_updates: int = setting(1, low=1)
     """Updates between snapshots for the workers (in lockstep: one before every gather)."""
@@ -204,6 +205,7 @@ class Trainer:
         self._optimizers: Mapping[str, torch.optim.Optimizer] = {}
         self._progress = self._new_progress(batch_size=1, warmup_env_steps=0)
         self._log = RunLog(None)
+        self._control = Control(None)
         self._interrupts = Interrupts()
         self._in_update = False
         self._saved_at = (0, 0)
@@ -365,6 +367,7 @@ class Trainer:
         self._log.progress(self.env_steps)
         is_last = self.env_steps >= self.settings.total_steps  # whose work `fit` does anyway
         if self._progress.log_clock.due(self.env_steps) and not is_last:
+            self._take_live_changes(model)
             self._write_training(replay_buffer)
         before = self._progress.evaluation_clock.state_dict()
         if self._progress.evaluation_clock.due(self.env_steps) and not is_last:
@@ -376,6 +379,25 @@ class Trainer:
             self._take_evaluation(result)
         if self._progress.checkpoint_clock.due(self.env_steps) and not is_last:
             self._save(model)
+
+    def _take_live_changes(self, model: Agent) -> None:
+        """Do what ``control.json`` asks for; what it can't have ends no run, but it is told."""
+        try:
+            wanted = self._control.poll()
+            of_agent, of_trainer = (
+                {k.removeprefix(prefix): v for k, v in wanted.items() if k.startswith(prefix)}
+                for prefix in ("agent.", "trainer.")
+            )
+            if len(of_agent) + len(of_trainer) < len(wanted):
+                raise SettingError(f"{', '.join(wanted)}: keys read agent.name or trainer.name")
+            settings = self.settings.changed(of_trainer)
+            model.change(of_agent)
+            self.settings = settings
+        except (OSError, ValueError) as error:
+            logger.error("%s: nothing was changed: %s", FILE_NAME, error)
+        else:
+            for key, value in wanted.items():
+                logger.info("%s: %s is %s from env step %d", FILE_NAME, key, value, self.env_steps)
 
     def _request_evaluation(self, launcher: Launcher, model: Agent, before: dict[str, Any]) -> None:
         request = self.settings.evaluation.request(self.env_steps)
@@ -447,7 +469,8 @@ class Trainer:
             model.train(False)
             snapshot = model.snapshot(updates)
             ledger = StreamLedger(alone.num_streams, record_actions=False)
-            launcher.start(worker_specs(alone, ledger, factory, self._env_spec, model), snapshot)
+            policy = model.policy_factory()
+            launcher.start(worker_specs(alone, ledger, factory, self._env_spec, policy), snapshot)
             result = launcher.evaluate(snapshot, self.settings.evaluation.request(env_steps))
         return summarise(result)
 
@@ -528,10 +551,13 @@ class Trainer:
             stack.callback(self._log.close)
             self._log.open(s.total_steps, s.console, self._config_texts(), self._resume_point())
             self.set_attributes_to_model(model)  # now with a writer, and where a resume stands
+            self._control = Control(s.run_dir)
+            self._take_live_changes(model)
             model.train(True)
             snapshot = model.snapshot(self.updates)
             self._published_at, self._published_scalars = self.updates, snapshot.scalars
-            specs = worker_specs(s, self._progress.ledger, factory, self._env_spec, model)
+            policy = model.policy_factory(replay_buffer.extras)
+            specs = worker_specs(s, self._progress.ledger, factory, self._env_spec, policy)
             launcher.start(specs, snapshot)
             self._running_launcher = launcher
             self._interrupts.defer()

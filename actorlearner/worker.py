@@ -1,15 +1,20 @@
-"""What a worker does: step environments with a policy and fill unrolls. Knows no process."""
+"""What a worker does: step environments with a policy and fill unrolls. Knows no process.
+
+Legend of the suffixes: B columns, one stream each.
+"""
 
 from __future__ import annotations
 
-import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from actorlearner.contracts import (
+    Array,
     EnvFactory,
     EnvSpec,
     Episode,
@@ -18,15 +23,15 @@ from actorlearner.contracts import (
     Failure,
     NonFiniteError,
     Observation,
+    Policy,
     Snapshot,
     StreamState,
     Unroll,
     WorkerSpec,
 )
-from actorlearner.envs import EnvAdapter
+from actorlearner.envs import ColumnSteps, Envs, SeparateEnvs, adapt, close, make_envs
+from actorlearner.frames import FrameStack
 from actorlearner.streams import stream_seed
-
-logger = logging.getLogger(__name__)
 
 EVALUATION_ENVS = 8
 """Environments that an evaluation steps together."""
@@ -48,44 +53,45 @@ class EnvWorker:
         self.spec = spec
         self.phase = "start-up"
         self.notes: list[str] = []
-        self._envs: list[EnvAdapter] = []
+        self._envs: Envs = SeparateEnvs([])
+        self._evaluation_envs = SeparateEnvs([])
         self._sequence = spec.first_sequence
         self._snapshot: Snapshot | None = None
 
     def open(self) -> None:
         """Build the environments and the policy."""
         spec = self.spec
+        count = len(spec.streams)
         self.phase = "constructing the environment"
-        self._envs = []
-        for _ in spec.streams:
-            self._envs.append(_adapter(spec.env_factory))
+        self._envs = make_envs(spec.env_factory, spec.env_spec, count, spec.seed_every_episode)
         self.phase = "constructing the policy"
         self._policy = self._make_policy(greedy=False)
-        count = len(spec.streams)
         self._observation = {
             key: array.zeros(count) for key, array in spec.env_spec.observation.items()
         }
-        self._needs_reset = np.zeros(count, bool)
-        self._first = np.ones(count, bool)
-        self._returns = np.zeros(count)
-        self._lengths = np.zeros(count, np.int64)
-        self._episodes = np.zeros(count, np.int64)
+        self._stack = FrameStack(spec.env_spec.observation, count)
+        self._rests_B = np.zeros(count, np.bool_)  # its episode has ended: the next row resets it
+        self._first_B = np.ones(count, np.bool_)
+        self._episodes_B = np.zeros(count, np.int64)
+        self._episode_score = Score(count)
+        self._life_score = Score(count)
         self._has_begun = False
 
-    def _make_policy(self, greedy: bool) -> Any:
+    def _make_policy(self, greedy: bool) -> Policy:
         spec = self.spec
         # A new network draws its initial weights from torch's global generator; that of whoever
         # runs this worker must not notice.
         with torch.random.fork_rng(devices=[]):
             return spec.policy_factory(spec.env_spec, spec.streams, spec.num_streams, greedy)
 
+    # ------------------------------------------------------------------------- beginning
+
     def _begin(self) -> None:
         """Bring each stream to where it stood: start its episode, and repeat its actions."""
         self._has_begun = True
         states = self.spec.stream_states or tuple(StreamState(0) for _ in self.spec.streams)
-        for column, state in enumerate(states):
-            self._start_episode(column, state.episode, seeded=True)
-        differ = [column for column, state in enumerate(states) if not self._repeat(column, state)]
+        self._start_episodes([state.episode for state in states])
+        differ = self._repeat(states)
         if not differ:
             return
         streams = self.spec.streams
@@ -96,43 +102,43 @@ class EnvWorker:
         )
         # All of them, as there is one sequence for all: its gap says so to whoever stores.
         self._sequence = self.spec.first_sequence + 1
-        self._needs_reset[:] = False
-        for column, state in enumerate(states):
-            self._start_episode(column, state.episode + 1, seeded=True)
+        self._start_episodes([state.episode + 1 for state in states])
 
-    def _repeat(self, column: int, state: StreamState) -> bool:
-        """Whether the actions of ``state`` lead to where it stood."""
-        if state.actions is None or state.observation is None:
-            return True
-        self.phase = "repeating an episode"
-        for action in state.actions:
-            if self._needs_reset[column]:
-                return False
-            observation, _, terminated, truncated = self._step(column, action)
-            self._put(column, observation)
-            self._needs_reset[column] = terminated or truncated
-        self._first[column] = len(state.actions) == 0
-        wanted = state.observation
-        return all(np.array_equal(self._observation[k][column], wanted[k]) for k in wanted)
-
-    def _start_episode(self, column: int, episode: int, seeded: bool) -> None:
+    def _start_episodes(self, episodes: Sequence[int]) -> None:
         self.phase = "reset"
-        seed = stream_seed(self.spec.seed, self.spec.streams[column], episode) if seeded else None
-        self._put(column, self._envs[column].reset(seed))
-        self._episodes[column] = episode
-        self._first[column] = True
-        self._returns[column] = 0.0
-        self._lengths[column] = 0
+        spec = self.spec
+        seeds = [stream_seed(spec.seed, s, e) for s, e in zip(spec.streams, episodes, strict=True)]
+        self._envs.begin(np.array(seeds), self._observation)
+        self._episodes_B[:] = episodes
+        self._rests_B, self._first_B = np.zeros_like(self._rests_B), np.ones_like(self._rests_B)
+        self._episode_score.clear()
+        self._life_score.clear()
+        self._stack.push(self._observation, self._first_B)
 
-    def _put(self, column: int, observation: Observation) -> None:
-        for key, value in observation.items():
-            self._observation[key][column] = value
+    def _repeat(self, states: Sequence[StreamState]) -> list[int]:
+        """Repeat the actions of ``states``; the columns that did not come to where they stood."""
+        self.phase = "repeating an episode"
+        recorded: list[Any] = [() if s.actions is None else s.actions for s in states]
+        differ: set[int] = set()
+        for step in range(max(map(len, recorded))):
+            over_B = np.array([step >= len(actions) for actions in recorded])
+            differ |= set(np.flatnonzero(self._rests_B & ~over_B).tolist())
+            still_B = over_B | self._rests_B
+            action_B = self.spec.env_spec.action.zeros(len(states))
+            for column in np.flatnonzero(~still_B).tolist():
+                action_B[column] = recorded[column][step]
+            steps = self._envs.step(action_B, still_B, self._observation)
+            self._score(steps, ~still_B, row=-1)
+            self._stack.push(self._observation, np.zeros_like(still_B), still_B)
+            self._first_B &= still_B
+            self._rests_B |= steps.terminated | steps.truncated
+        for column, state in enumerate(states):
+            wanted = state.observation or {}
+            if not all(np.array_equal(self._observation[k][column], wanted[k]) for k in wanted):
+                differ.add(column)
+        return sorted(differ)
 
-    def _step(self, column: int, action: Any) -> tuple[Observation, float, bool, bool]:
-        step = self._envs[column].step(action)
-        self._returns[column] += step[1]
-        self._lengths[column] += 1
-        return step
+    # ------------------------------------------------------------------------ collecting
 
     def collect(self, snapshot: Snapshot, into: Unroll) -> None:
         """Fill ``into`` with what ``snapshot`` does next.
@@ -151,7 +157,7 @@ class EnvWorker:
             np.random.Philox(np.random.SeedSequence([spec.seed, spec.streams[0], self._sequence]))
         )
         into.sequence, into.version = self._sequence, snapshot.version
-        into.episodes = []
+        into.episodes, into.lives = [], []
         policy_s = env_s = 0.0
         now = time.perf_counter()
         for key, array in self._observation.items():
@@ -159,11 +165,13 @@ class EnvWorker:
         for row in range(spec.unroll_length):
             self.phase = "the policy"
             observation = {key: array[row] for key, array in into.observation.items()}
-            into.action[row] = self._policy.act(observation, generator)
+            action_B, extras = self._policy.act(self._stack.over(observation), generator)
+            for name, extra in extras.items():
+                into.extras[name][row] = extra
             policy_s -= now - (now := time.perf_counter())
             if row == 0:
                 into.started_at = time.monotonic()
-            self._step_all(row, into)
+            self._fill(row, action_B, into)
             env_s -= now - (now := time.perf_counter())
         for key, array in into.observation.items():
             self._observation[key][:] = array[-1]
@@ -171,38 +179,51 @@ class EnvWorker:
         into.seconds = {"env": env_s, "policy": policy_s}
         self._sequence += 1
 
-    def _step_all(self, row: int, into: Unroll) -> None:
+    def _fill(self, row: int, action_B: Array, into: Unroll) -> None:
         """One row: a step, or a reset, of every stream."""
+        rests_B = self._rests_B
+        valid_B = ~rests_B
+        following = {key: array[row + 1] for key, array in into.observation.items()}
+        self.phase = "step"
+        steps = self._envs.step(action_B, rests_B, following)
+        terminated_B = steps.terminated | steps.lost_life
+        into.action[row] = action_B
+        into.reward[row] = steps.reward
+        into.terminated[row] = terminated_B
+        into.truncated[row] = steps.truncated & ~terminated_B
+        into.valid[row] = valid_B
+        into.first[row] = self._first_B
+        episodes, lives = self._score(steps, valid_B, row)
+        into.episodes += episodes
+        into.lives += lives
+        if rests_B.any():
+            into.action[row, rests_B] = 0
+            self._restart(np.flatnonzero(rests_B), following)
+        self._stack.push(following, first=rests_B)
+        self._first_B = rests_B
+        self._rests_B = steps.terminated | steps.truncated
+
+    def _restart(self, columns: NDArray[np.int64], into: Observation) -> None:
+        self.phase = "reset"
         spec = self.spec
-        observations = [(array[row + 1], key) for key, array in into.observation.items()]
-        for column, stream in enumerate(spec.streams):
-            if self._needs_reset[column]:
-                self._start_episode(column, self._episodes[column] + 1, spec.seed_every_episode)
-                self._needs_reset[column] = False
-                next_observation = {k: a[column] for k, a in self._observation.items()}
-                reward, terminated, truncated, valid, first = 0.0, False, False, False, False
-                into.action[row, column] = 0
-            else:
-                self.phase = "step"
-                action = into.action[row, column]
-                next_observation, reward, terminated, truncated = self._step(column, action)
-                truncated = truncated and not terminated
-                valid, first = True, bool(self._first[column])
-                self._first[column] = False
-                if terminated or truncated:
-                    self._needs_reset[column] = True
-                    into.episodes.append(
-                        Episode(
-                            stream, row, float(self._returns[column]), int(self._lengths[column])
-                        )
-                    )
-            for array, key in observations:
-                array[column] = next_observation[key]
-            into.reward[row, column] = reward
-            into.terminated[row, column] = terminated
-            into.truncated[row, column] = truncated
-            into.valid[row, column] = valid
-            into.first[row, column] = first
+        self._episodes_B[columns] += 1
+        for column in columns.tolist():
+            seed = None
+            if spec.seed_every_episode:
+                seed = stream_seed(spec.seed, spec.streams[column], int(self._episodes_B[column]))
+            self._envs.restart(column, seed, into)
+
+    def _score(
+        self, steps: ColumnSteps, valid_B: NDArray[np.bool_], row: int
+    ) -> tuple[list[Episode], list[Episode]]:
+        """Add to the scores; the episodes and the lives that ended."""
+        ended_B = steps.terminated | steps.truncated
+        self._episode_score.add(steps.reward, valid_B)
+        episodes = self._episode_score.take(ended_B, row, self.spec.streams)
+        if not self.spec.env_factory.terminal_on_life_loss:
+            return episodes, []
+        self._life_score.add(steps.reward, valid_B)
+        return episodes, self._life_score.take(ended_B | steps.lost_life, row, self.spec.streams)
 
     def _check_finite(self, unroll: Unroll) -> None:
         self.phase = "step"
@@ -217,11 +238,13 @@ class EnvWorker:
                     "finite numbers"
                 )
 
+    # ------------------------------------------------------------------------ evaluating
+
     def evaluate(self, snapshot: Snapshot, request: EvaluationRequest) -> EvaluationResult:
         """Greedy episodes with raw rewards; training environments are not touched.
 
         Episode ``i`` starts from a seed of its own, so the result depends neither on how many
-        environments step together nor on earlier evaluations.
+        environments step together nor on earlier evaluations. A life loss ends nothing.
 
         Args:
             snapshot: acts throughout.
@@ -233,15 +256,18 @@ class EnvWorker:
         spec = self.spec
         count = min(EVALUATION_ENVS, request.episodes)
         self.phase = "constructing the environment"
-        while len(self._envs) < count:
-            self._envs.append(_adapter(spec.env_factory))
+        envs = self._evaluation_envs.adapters
+        while len(envs) < count:
+            envs.append(adapt(spec.env_factory))
         self.phase = "constructing the policy"
         policy = self._make_policy(greedy=True)
         policy.load(snapshot)
         generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([request.seed])))
         observation = {k: a.zeros(count) for k, a in spec.env_spec.observation.items()}
+        stack = FrameStack(spec.env_spec.observation, count)
         waiting = list(range(request.episodes))
         episode = [-1] * count
+        first_B = np.zeros(count, np.bool_)
         returns, lengths = np.zeros(request.episodes), np.zeros(request.episodes, np.int64)
         cut = 0
 
@@ -250,20 +276,22 @@ class EnvWorker:
             if episode[column] >= 0:
                 self.phase = "reset of an evaluation episode"
                 seed = stream_seed(request.seed, 0, episode[column], evaluation=True)
-                for key, value in self._envs[column].reset(seed).items():
-                    observation[key][column] = value
+                self._evaluation_envs.restart(column, seed, observation)
+                first_B[column] = True
 
         for column in range(count):
             begin(column)
         while any(e >= 0 for e in episode):
+            stack.push(observation, first_B)
+            first_B[:] = False
             self.phase = "the policy, evaluating"
-            action = policy.act(observation, generator)
+            action, _ = policy.act(stack.over(observation), generator)
             self.phase = "step of an evaluation episode"
             for column, number in enumerate(episode):
                 if number < 0:
                     continue
-                step, reward, terminated, truncated = self._envs[column].step(action[column])
-                for key, value in step.items():
+                following, reward, terminated, truncated, _ = envs[column].step(action[column])
+                for key, value in following.items():
                     observation[key][column] = value
                 returns[number] += reward
                 lengths[number] += 1
@@ -287,33 +315,47 @@ class EnvWorker:
 
     def close(self) -> None:
         """Close every environment that was built, whatever one of them says to it. Idempotent."""
-        envs, self._envs = self._envs, []
-        for env in envs:
-            _close(env)
+        self._envs.close()
+        self._evaluation_envs.close()
 
 
-def _close(env: EnvAdapter) -> None:
-    try:
-        env.close()
-    except Exception:  # must neither keep others open nor hide what came before
-        logger.warning("closing %s failed", env.spec.name, exc_info=True)
+class Score:
+    """Sums of raw rewards and counts of env steps, per column, until something ends."""
 
+    def __init__(self, num_columns: int) -> None:
+        """All zero."""
+        self._return_B = np.zeros(num_columns)
+        self._length_B = np.zeros(num_columns, np.int64)
 
-def _adapter(factory: EnvFactory) -> EnvAdapter:
-    """A new environment, adapted, or closed if it can't be."""
-    env = factory()
-    try:
-        return EnvAdapter(env, factory.name)
-    except Exception:
-        env.close()
-        raise
+    def clear(self) -> None:
+        """All columns begin anew."""
+        self._return_B[:], self._length_B[:] = 0.0, 0
+
+    def add(self, reward_B: NDArray[np.floating], valid_B: NDArray[np.bool_]) -> None:
+        """Count one row."""
+        self._return_B += reward_B
+        self._length_B += valid_B
+
+    def take(self, ended_B: NDArray[np.bool_], row: int, streams: Sequence[int]) -> list[Episode]:
+        """What ended in ``row``; those columns begin anew."""
+        if not ended_B.any():
+            return []
+        columns = np.flatnonzero(ended_B)
+        ended = [
+            Episode(
+                streams[column], row, float(self._return_B[column]), int(self._length_B[column])
+            )
+            for column in columns.tolist()
+        ]
+        self._return_B[columns], self._length_B[columns] = 0.0, 0
+        return ended
 
 
 def probe(factory: EnvFactory) -> EnvSpec:
     """What ``factory`` makes, after a first look at what it really gives."""
-    adapter = _adapter(factory)
+    adapter = adapt(factory)
     try:
         adapter.reset(None)
         return adapter.spec
     finally:
-        _close(adapter)
+        close(adapter)

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -130,6 +130,8 @@ class RowChecker:
 class PlacesPolicy:
     """Its actions tell the version of its snapshot, of which all numbers must be the same."""
 
+    extras_spec: ClassVar[dict[str, Any]] = {}
+
     def __init__(
         self, env_spec: EnvSpec, streams: Sequence[int], num_streams: int, greedy: bool
     ) -> None:
@@ -145,7 +147,7 @@ class PlacesPolicy:
     def act(self, observation: Any, generator: np.random.Generator) -> Any:
         count = len(observation["observation"])
         draws = np.zeros(count, np.int64) if self.greedy else generator.integers(100, size=count)
-        return self.version * 100 + draws
+        return self.version * 100 + draws, {}
 
 
 def snapshot(version: int) -> Snapshot:

@@ -1,13 +1,13 @@
 """Unrolls of random episodes in which every number says where it came from.
 
-The observation is ``(stream, episode, step)``; action and reward follow from it. So a test can
-take any transition apart and tell what it should have been.
+The observation is ``(stream, episode, step)``; action, reward, values and frame stack follow from
+it. So a test can take any transition apart and tell what it should have been.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,22 @@ ENV_SPEC = EnvSpec(
 )
 """Observations of two keys and dtypes; ``step`` repeats ``where[2]``."""
 
+EXTRAS = {name: ArraySpec((), "float32") for name in ("action_value", "greedy_value")}
+"""What the policy notes of every row: see `scripted_values`."""
+
+
+def stacked_spec(stack: int) -> EnvSpec:
+    """`ENV_SPEC` with ``where`` in stacks of ``stack`` and ``step`` in smaller ones, if any."""
+    stacks = {"where": stack, "step": max(1, stack - 1)}
+    observation = {k: replace(s, stack=stacks[k]) for k, s in ENV_SPEC.observation.items()}
+    return replace(ENV_SPEC, observation=observation)
+
+
+def scripted_stack(where: Sequence[int], stack: int) -> list[tuple[int, ...]]:
+    """The frames that a stack ends at ``where`` with, in the order in which they are seen."""
+    stream, episode, step = where
+    return [(stream, episode, max(0, step - back)) for back in reversed(range(stack))]
+
 
 def scripted_action(stream: int, episode: int, step: int) -> int:
     """The action taken at an observation."""
@@ -31,6 +47,12 @@ def scripted_action(stream: int, episode: int, step: int) -> int:
 def scripted_reward(stream: int, episode: int, step: int) -> float:
     """The reward paid there: from -4.75 to 5.25, hardly ever twice the same in an episode."""
     return (7 * stream + 5 * episode + 3 * step) % 11 - 4.75
+
+
+def scripted_values(stream: int, episode: int, step: int) -> tuple[float, float]:
+    """What the policy thinks there of its action, and of the best one."""
+    number = 5 * stream + 3 * episode + 7 * step
+    return number % 13 / 4 - 1, number % 17 / 4 - 2
 
 
 @dataclass
@@ -60,6 +82,7 @@ class ScriptedWorker:
         max_episode_length: int = 12,
         life_loss: float = 0.1,
         first_sequence: int = 0,
+        first_episode: int = 0,
     ) -> None:
         """A worker at the start of an episode in each of ``streams``.
 
@@ -71,6 +94,7 @@ class ScriptedWorker:
             max_episode_length: episodes have 1 to this many env steps.
             life_loss: probability of a life loss in a row.
             first_sequence: number of the first unroll.
+            first_episode: number of the first episode of each stream.
         """
         self.worker = worker
         self.streams = np.asarray(streams, np.int64)
@@ -79,11 +103,11 @@ class ScriptedWorker:
         self.life_loss = life_loss
         self.sequence = first_sequence
         self._generator = np.random.default_rng(seed)
-        self._places = [_Place(length=self._draw_length()) for _ in self.streams]
+        self._places = [_Place(first_episode, 0, self._draw_length()) for _ in self.streams]
 
     def unroll(self) -> Unroll:
         """The next unroll; one that isn't added to a store is a gap in its streams."""
-        specs = Unroll.layout(ENV_SPEC, self.unroll_length, len(self.streams))
+        specs = Unroll.layout(ENV_SPEC, self.unroll_length, len(self.streams), EXTRAS)
         arrays = {name: spec.zeros() for name, spec in specs.items()}
         unroll = Unroll.from_arrays(self.worker, self.streams, arrays)
         for column, (stream, place) in enumerate(zip(self.streams, self._places, strict=True)):
@@ -102,6 +126,9 @@ class ScriptedWorker:
 
     def _fill_row(self, unroll: Unroll, row: int, column: int, stream: int, place: _Place) -> None:
         self._observe(unroll, row, column, stream, place)
+        values = scripted_values(stream, place.episode, place.step)
+        for name, value in zip(EXTRAS, values, strict=True):
+            unroll.extras[name][row, column] = value
         if place.at_end:
             # An action that must be ignored, so that a test sees it if it isn't.
             unroll.action[row, column] = NUM_ACTIONS - 1

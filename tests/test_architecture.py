@@ -29,17 +29,20 @@ FLOORS = {
     "sum_tree": 1,
     "shared_memory": 1,
     "metrics": 1,
+    "frames": 1,
     "checkpoint": 1,
     "statetree": 1,
     "randomness": 1,
     "interrupts": 1,
     "streams": 2,
     "envs": 2,
+    "suites": 2,
     "worker": 2,
     "ring": 2,
     "replay": 2,
     "evaluate": 2,
     "progress": 2,
+    "control": 1,
     "runlog": 2,
     "launch": 3,
     "launch._child": 3,
@@ -57,6 +60,7 @@ FLOORS = {
 
 SAME_FLOOR = {
     ("checkpoint", "statetree"),  # one state of it
+    ("suites", "envs"),  # recipes of its kind
     ("worker", "envs"),  # steps them
     ("worker", "streams"),  # seeds of episodes
     ("progress", "streams"),  # where each stands
@@ -202,7 +206,7 @@ def test_the_trainer_knows_contracts_only(name: str) -> None:
 
 
 def test_every_library_has_its_place() -> None:
-    assert importers_of("gymnasium") == {"envs", "launch._zygote"}
+    assert importers_of("gymnasium") == {"envs", "suites", "launch._zygote"}
     assert importers_of("gymnasium", for_types=True) == {"contracts"}
     assert importers_of("hydra") == {"run"}
     assert importers_of("omegaconf") <= {"run", "trainer"}

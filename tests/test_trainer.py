@@ -780,6 +780,65 @@ class TestLog:
 # -------------------------------------------------------------------------------- checkpoints
 
 
+class TestLiveChanges:
+    @staticmethod
+    def asks(run_dir: Path, text: str) -> Callable[[], None]:
+        return lambda: [None, (run_dir / "control.json").write_text(text)][0]
+
+    def run(self, tmp_path: Path, text: str) -> tuple[Trainer, DQN, Recorder]:
+        recorder = Recorder(at_step(32, self.asks(tmp_path, text)))
+        trainer, model = trainer_of(run_dir=tmp_path, sinks=[recorder]), dqn()
+        trainer.fit(Guess, replay(), model)
+        return trainer, model, recorder
+
+    def test_p6_a_change_is_made_logged_and_seen(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO, "actorlearner")
+        text = '{"agent.learning_rate": 0.002, "trainer.gradient_clip_val": 0.5}'
+        trainer, model, recorder = self.run(tmp_path, text)
+        rates = [line["q/learning_rate"] for _, line in recorder.lines if "q/loss" in line]
+        asked_at = next(i for i, (step, _) in enumerate(recorder.lines) if step >= 32)
+        assert set(rates[:asked_at]) == {0.01}
+        assert rates[-1] == 0.002
+        assert model.configure_optimizers()["q"].param_groups[0]["lr"] == 0.002
+        assert trainer.settings.gradient_clip_val == 0.5
+        log = (tmp_path / "run.log").read_text()
+        assert "control.json: agent.learning_rate is 0.002 from env step" in log
+
+    def test_p6_a_resumed_run_reads_it_anew(self, tmp_path: Path) -> None:
+        self.run(tmp_path, '{"agent.learning_rate": 0.002}')
+        recorder = Recorder()
+        resumed = trainer_of(
+            run_dir=tmp_path, checkpoint=tmp_path, total_steps=96, sinks=[recorder]
+        )
+        resumed.fit(Guess, replay(), dqn())
+        rates = {line["q/learning_rate"] for _, line in recorder.lines if "q/loss" in line}
+        assert rates == {0.002}
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ('{"agent.learning_rate": -1}', "agent.learning_rate=-1.0: must be at least 0"),
+            ('{"agent.learning_rate": "x"}', "a number is needed"),
+            ('{"agent.gamma": 0.9}', "agent.gamma: can't change during a run; these can: agent.l"),
+            ('{"seed": 3}', "seed: keys read agent.name or trainer.name"),
+            ('{"trainer.gradient_clip_val": 1, "agent.gamma": 0.9}', "agent.gamma: can't change"),
+            ("{", "nothing was changed"),
+        ],
+    )
+    def test_p6_what_can_not_be_changes_nothing(
+        self, text: str, message: str, tmp_path: Path
+    ) -> None:
+        trainer, model, _ = self.run(tmp_path, text)
+        assert trainer.env_steps >= 64
+        assert model.settings == dqn().settings
+        assert trainer.settings.gradient_clip_val == 10.0
+        log = (tmp_path / "run.log").read_text()
+        assert message in log
+        assert log.count("nothing was changed") == 1
+
+
 class TestCheckpoints:
     def fitted(self, tmp_path: Path, **changes: Any) -> tuple[Trainer, DQN]:
         trainer, model = trainer_of(run_dir=tmp_path, **changes), dqn()

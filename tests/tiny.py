@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -164,7 +164,8 @@ class Regressor(nn.Module):
     def sample_spec(self) -> SampleSpec:
         return SampleSpec(batch_size=8)
 
-    def policy_factory(self) -> Callable[..., RegressorPolicy]:
+    def policy_factory(self, extras: Sequence[str] = ()) -> type[RegressorPolicy]:
+        assert not extras
         return RegressorPolicy
 
     def snapshot(self, version: int) -> Snapshot:
@@ -204,6 +205,8 @@ class Regressor(nn.Module):
 class RegressorPolicy:
     """Acts for `Regressor`."""
 
+    extras_spec: ClassVar[dict[str, Any]] = {}
+
     def __init__(
         self, env_spec: EnvSpec, streams: Sequence[int], num_streams: int, greedy: bool
     ) -> None:
@@ -213,9 +216,8 @@ class RegressorPolicy:
     def load(self, snapshot: Snapshot) -> None:
         self._weight, self._bias = snapshot.arrays["weight"].copy(), snapshot.arrays["bias"].copy()
 
-    def act(self, observation: Observation, generator: np.random.Generator) -> Array:
+    def act(self, observation: Observation, generator: np.random.Generator) -> Any:
         seen = observation["observation"]
         if not self._greedy:
-            return generator.integers(self._num_actions, size=len(seen))
-        best: Array = (seen @ self._weight.T + self._bias).argmax(1)
-        return best
+            return generator.integers(self._num_actions, size=len(seen)), {}
+        return (seen @ self._weight.T + self._bias).argmax(1), {}

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +25,7 @@ import cloudpickle
 import numpy as np
 
 from actorlearner.contracts import (
+    Array,
     ArraySpec,
     Episode,
     EvaluationRequest,
@@ -48,7 +50,8 @@ class Commit(NamedTuple):
         slot: which one.
         sequence: see `Unroll`, as are the rest.
         version: of the snapshot that acted.
-        episodes: those that ended.
+        num_episodes: how many ended; they stand in the slot.
+        num_lives: likewise.
         seconds: where the time went.
         started_at: of the first env step.
     """
@@ -56,9 +59,64 @@ class Commit(NamedTuple):
     slot: int
     sequence: int
     version: int
-    episodes: list[Episode]
+    num_episodes: int
+    num_lives: int
     seconds: dict[str, float]
     started_at: float
+
+
+class Slot:
+    """Room for one unroll in shared memory: its arrays, and what ended in it.
+
+    A hundred short episodes may end in an unroll, too many for a small message.
+
+    Attributes:
+        unroll: views of the arrays; what else it holds is the worker's alone.
+    """
+
+    _ENDED = "ended"
+
+    def __init__(self, spec: WorkerSpec, arrays: Mapping[str, Array]) -> None:
+        """A slot over ``arrays``, laid out by `layout`."""
+        rest = {name: array for name, array in arrays.items() if name != self._ENDED}
+        self.unroll = Unroll.from_arrays(spec.index, spec.streams, rest)
+        self._ended = arrays[self._ENDED]
+
+    @classmethod
+    def layout(cls, spec: WorkerSpec) -> dict[str, ArraySpec]:
+        """The arrays of one slot."""
+        rows = spec.unroll_length * len(spec.streams)
+        ended = ArraySpec((2 * rows, len(Episode._fields)), "float64")  # episodes, then lives
+        return {**spec.unroll_layout, cls._ENDED: ended}
+
+    def commit(self, index: int) -> Commit:
+        """Complete the slot, number ``index`` of its worker, and tell of it."""
+        unroll = self.unroll
+        for place, ended in enumerate([*unroll.episodes, *unroll.lives]):
+            self._ended[place] = ended
+        return Commit(
+            index,
+            unroll.sequence,
+            unroll.version,
+            len(unroll.episodes),
+            len(unroll.lives),
+            unroll.seconds,
+            unroll.started_at,
+        )
+
+    def view(self, commit: Commit) -> Unroll:
+        """The unroll that ``commit`` tells of."""
+        numbers = self._ended[: commit.num_episodes + commit.num_lives].tolist()
+        ended = [Episode(int(s), int(row), ret, int(length)) for s, row, ret, length in numbers]
+        return replace(
+            self.unroll,
+            sequence=commit.sequence,
+            version=commit.version,
+            episodes=ended[: commit.num_episodes],
+            lives=ended[commit.num_episodes :],
+            seconds=commit.seconds,
+            started_at=commit.started_at,
+        )
 
 
 class SnapshotBuffer:
@@ -224,29 +282,21 @@ def _collect(
     worker: EnvWorker, connection: Connection, snapshots: SnapshotBuffer, slots: SharedArrays
 ) -> None:
     worker.open()
-    unrolls = slot_unrolls(worker.spec, slots)
+    by_index = worker_slots(worker.spec, slots)
     connection.send(("ready", None))
     while True:
         since = time.perf_counter()
-        slot = connection.recv()
-        if slot is None:
+        index = connection.recv()
+        if index is None:
             return
         waited = time.perf_counter() - since
-        unroll = unrolls[slot]
-        worker.collect(snapshots.read(), unroll)
-        unroll.seconds["wait"] = waited
+        slot = by_index[index]
+        worker.collect(snapshots.read(), slot.unroll)
+        slot.unroll.seconds["wait"] = waited
         if worker.notes:
             connection.send(("notes", worker.notes))
             worker.notes = []
-        commit = Commit(
-            slot,
-            unroll.sequence,
-            unroll.version,
-            unroll.episodes,
-            unroll.seconds,
-            unroll.started_at,
-        )
-        connection.send(("commit", commit))
+        connection.send(("commit", slot.commit(index)))
 
 
 def _evaluate(worker: EnvWorker, connection: Connection, snapshots: SnapshotBuffer) -> None:
@@ -258,16 +308,16 @@ def _evaluate(worker: EnvWorker, connection: Connection, snapshots: SnapshotBuff
         connection.send(("result", worker.evaluate(snapshots.read(), request)))
 
 
-def slot_layout(spec: WorkerSpec, num_slots: int) -> dict[str, ArraySpec]:
-    """The arrays of all unroll slots of one worker."""
-    layout = Unroll.layout(spec.env_spec, spec.unroll_length, len(spec.streams))
-    return {f"{slot}/{name}": a for slot in range(num_slots) for name, a in layout.items()}
+def slots_layout(spec: WorkerSpec, num_slots: int) -> dict[str, ArraySpec]:
+    """The arrays of all slots of one worker."""
+    layout = Slot.layout(spec)
+    return {f"{index}/{name}": a for index in range(num_slots) for name, a in layout.items()}
 
 
-def slot_unrolls(spec: WorkerSpec, slots: SharedArrays) -> list[Unroll]:
-    """The slots as unrolls, views of the shared memory."""
-    by_slot: dict[int, dict[str, Any]] = {}
-    for key, array in slots.arrays.items():
-        slot, _, name = key.partition("/")
-        by_slot.setdefault(int(slot), {})[name] = array
-    return [Unroll.from_arrays(spec.index, spec.streams, by_slot[i]) for i in sorted(by_slot)]
+def worker_slots(spec: WorkerSpec, memory: SharedArrays) -> list[Slot]:
+    """The slots of one worker, views of the shared memory."""
+    by_index: dict[int, dict[str, Array]] = {}
+    for key, array in memory.arrays.items():
+        index, _, name = key.partition("/")
+        by_index.setdefault(int(index), {})[name] = array
+    return [Slot(spec, by_index[index]) for index in sorted(by_index)]

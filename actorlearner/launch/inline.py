@@ -108,8 +108,8 @@ def _copy(snapshot: Snapshot) -> Snapshot:
 
 
 def _new_unroll(spec: WorkerSpec) -> Unroll:
-    layout = Unroll.layout(spec.env_spec, spec.unroll_length, len(spec.streams))
-    return Unroll.from_arrays(spec.index, spec.streams, {k: a.zeros() for k, a in layout.items()})
+    arrays = {name: array.zeros() for name, array in spec.unroll_layout.items()}
+    return Unroll.from_arrays(spec.index, spec.streams, arrays)
 
 
 @contextmanager

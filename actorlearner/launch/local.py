@@ -36,6 +36,7 @@ from actorlearner.contracts import (
     EvaluationResult,
     Failure,
     LauncherClosed,
+    SettingError,
     Snapshot,
     Unroll,
     WorkerSpec,
@@ -43,10 +44,11 @@ from actorlearner.contracts import (
 from actorlearner.launch import LauncherBase, raise_failures
 from actorlearner.launch._child import (
     Commit,
+    Slot,
     SnapshotBuffer,
     run_child,
-    slot_layout,
-    slot_unrolls,
+    slots_layout,
+    worker_slots,
 )
 from actorlearner.shared_memory import SharedArrays
 
@@ -71,6 +73,13 @@ class LaunchSettings(Settings):
     """Seconds within which a worker must have constructed its environments."""
     slots: int = setting(2, low=1)
     """Unrolls that a worker may be ahead; 2 keep it busy while one is copied."""
+    pin_cores: bool = False
+    """Keep each worker on one core (Linux). Steadies measurements; other runs may want the core."""
+
+    def check(self) -> None:
+        """Pinning is the system's to offer."""
+        if self.pin_cores and not hasattr(os, "sched_setaffinity"):
+            raise SettingError(f"{self.key('pin_cores')}=True: this system can't; leave it False")
 
 
 class LocalLauncher(LauncherBase):
@@ -109,11 +118,14 @@ class LocalLauncher(LauncherBase):
         self._snapshots = SnapshotBuffer(snapshot)
         self._snapshots.publish(snapshot)
         for spec in specs:
-            slots = SharedArrays(slot_layout(spec, self.settings.slots))
+            slots = SharedArrays(slots_layout(spec, self.settings.slots))
             memory = {"snapshots": self._snapshots, "slots": slots}
             name = spec.env_factory.name
             child = self._spawn("collect", spec.index, name, cloudpickle.dumps(spec), memory)
-            child.unrolls, child.owned = slot_unrolls(spec, slots), slots
+            if self.settings.pin_cores:
+                cores = sorted(os.sched_getaffinity(0))
+                os.sched_setaffinity(child.process.pid, {cores[spec.index % len(cores)]})
+            child.slots, child.owned = worker_slots(spec, slots), slots
             self._children.append(child)
             if not self.lockstep:
                 for slot in range(self.settings.slots):
@@ -304,7 +316,7 @@ class _Child:
         self.is_ready = False
         self.is_busy = False
         self.inbox: deque[Any] = deque()  # payloads that came while another's were waited for
-        self.unrolls: list[Unroll] = []
+        self.slots: list[Slot] = []
         self.owned: SharedArrays | SnapshotBuffer | None = None
 
     def send(self, message: Any) -> None:
@@ -314,15 +326,7 @@ class _Child:
 
     def view(self, commit: Commit) -> Unroll:
         """The unroll that ``commit`` says is full."""
-        unroll = self.unrolls[commit.slot]
-        return replace(
-            unroll,
-            sequence=commit.sequence,
-            version=commit.version,
-            episodes=commit.episodes,
-            seconds=commit.seconds,
-            started_at=commit.started_at,
-        )
+        return self.slots[commit.slot].view(commit)
 
     def failure(self, phase: str, detail: str) -> Failure:
         """A failure that the child can't tell of itself."""
@@ -367,7 +371,7 @@ def _close(children: Sequence[_Child]) -> None:
         child.kill()  # what it started may have outlived it
         child.connection.close()
         child.process.close()
-        child.unrolls = []
+        child.slots = []
         if child.owned is not None:
             child.owned.close()
 

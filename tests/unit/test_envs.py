@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -11,9 +12,24 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from actorlearner.contracts import ActorLearnerError, ArraySpec, BadInput, UnsupportedSpace
-from actorlearner.envs import EnvAdapter, EnvSettings, GymEnvFactory
+from actorlearner.contracts import (
+    ActorLearnerError,
+    ArraySpec,
+    BadInput,
+    SettingError,
+    UnsupportedSpace,
+)
+from actorlearner.envs import (
+    EnvAdapter,
+    EnvSettings,
+    GymEnvFactory,
+    SeparateEnvs,
+    VectorEnvs,
+    adapt,
+    make_envs,
+)
 from tests.environments import Places
 
 
@@ -215,7 +231,7 @@ def test_the_environment_sees_actions_of_its_space(space):
 def test_reward_and_flags_become_plain(reward, flag):
     env, adapter = adapted(BOX)
     env.outcome = reward, flag, type(flag)(0)
-    _, number, terminated, truncated = adapter.step(np.int64(0))
+    _, number, terminated, truncated, _ = adapter.step(np.int64(0))
     assert type(number) is float
     assert number == 1.0
     assert terminated is True
@@ -227,6 +243,185 @@ def test_reward_of_many_numbers():
     env.outcome = np.zeros(2), False, False
     with pytest.raises(BadInput, match=r"Spaces: step gave the reward array\(\[0\., 0\.\]\)"):
         adapter.step(np.int64(0))
+
+
+# ------------------------------------------------------------------------------------- lives
+
+
+class Lives(gymnasium.Env):
+    """Draws when a life of three is lost, and when the episode ends; shows what was drawn."""
+
+    observation_space = spaces.Box(0, 1, (2,), np.float32)
+    action_space = spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self._lives = 3
+        return self._observe(0), {"lives": self._lives}
+
+    def _observe(self, action: int) -> Any:
+        self._drawn = self.np_random.random(2, np.float32)
+        return self._drawn / (1 + action)
+
+    def step(self, action: Any) -> Any:
+        self._lives -= int(self._drawn[0] < 0.25)
+        truncated = bool(self._drawn[1] < 0.1)
+        seen = self._observe(action)
+        return seen, float(self._drawn[0]), self._lives == 0, truncated, {"lives": self._lives}
+
+
+class Told(Spaces):
+    """Has as many lives as it is told."""
+
+    lives: Any = 3
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return self.observation, {"lives": self.lives}
+
+    def step(self, action: Any) -> Any:
+        return self.observation, *self.outcome, {"lives": self.lives}
+
+
+def test_a_lost_life():
+    """Where fewer are left than before, and the episode goes on."""
+    env = Told(BOX)
+    adapter = EnvAdapter(env, "Told", tells_lives=True)
+    adapter.reset(None)
+
+    def lost_life(lives: int, terminated: bool = False, truncated: bool = False) -> bool:
+        env.lives, env.outcome = lives, (0.0, terminated, truncated)
+        *_, step_terminated, step_truncated, lost = adapter.step(np.int64(0))
+        assert (step_terminated, step_truncated) == (terminated, truncated)
+        return lost
+
+    told = {3: False, 2: True, 1: True, 0: True, 5: False, 4: True}
+    assert {lives: lost_life(lives) for lives in told} == told
+    assert not lost_life(4)
+    assert not lost_life(3, terminated=True)
+    env.lives = 7
+    adapter.reset(None)
+    assert not lost_life(7)
+    assert not lost_life(6, truncated=True)
+
+
+def test_lives_that_are_not_told():
+    env, _ = adapted(BOX)
+    adapter = EnvAdapter(env, "Spaces", tells_lives=True)
+    with pytest.raises(BadInput, match="Spaces: info has no lives, so terminal_on_life_loss"):
+        adapter.reset(None)
+    told = Told(BOX)
+    adapter = EnvAdapter(told, "Told")
+    adapter.reset(None)
+    told.lives = 2  # nobody asks
+    assert not adapter.step(np.int64(0))[4]
+
+
+# --------------------------------------------------------------------------- many of them
+
+
+class SyncEnvs(SyncVectorEnv):
+    """Gymnasium's, which takes the seeds in an array."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return super().reset(seed=seed.tolist(), options=options)
+
+
+@dataclass(frozen=True)
+class VectorFactory(GymEnvFactory):
+    """Steps many of its environments as one."""
+
+    autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP
+
+    def vector(self, num_envs: int) -> Any:
+        return SyncEnvs([self] * num_envs, autoreset_mode=self.autoreset_mode)
+
+
+def zeros(spec: Any, count: int) -> Any:
+    return {key: array.zeros(count) for key, array in spec.observation.items()}
+
+
+@pytest.mark.parametrize("tells_lives", [False, True])
+def test_vector_and_separate_environments_are_alike(tells_lives):
+    """Observations, rewards, flags and lives, over many episodes of three columns."""
+    factory = replace(VectorFactory.of(Lives), terminal_on_life_loss=tells_lives)
+    spec = adapt(factory).spec
+    both = [make_envs(factory, spec, 3, seeded) for seeded in (False, True)]
+    assert [type(envs) for envs in both] == [VectorEnvs, SeparateEnvs]
+    seen = [zeros(spec, 3) for _ in both]
+    for envs, into in zip(both, seen, strict=True):
+        envs.begin(np.array([5, 5, 7]), into)
+    resting, counts = np.zeros(3, np.bool_), np.zeros(3, int)
+    generator = np.random.default_rng(0)
+    for _ in range(300):
+        assert np.array_equal(seen[0]["observation"], seen[1]["observation"])
+        action = generator.integers(3, size=3)
+        vector, separate = (
+            envs.step(action, resting, into) for envs, into in zip(both, seen, strict=True)
+        )
+        for got, wanted in zip(vector, separate, strict=True):
+            np.testing.assert_allclose(got, wanted)
+        assert not any(flags[resting].any() for flags in separate)
+        for column in np.flatnonzero(resting).tolist():
+            for envs, into in zip(both, seen, strict=True):
+                envs.restart(column, None, into)
+        resting = separate.terminated | separate.truncated
+        counts += [flags.sum() for flags in separate[1:]]
+    assert (counts[:2] > 10).all()
+    assert counts[2] > 10 if tells_lives else counts[2] == 0
+    for envs in both:
+        envs.close()
+
+
+def test_columns_that_rest_are_left_alone():
+    """Neither stepped nor written to, until they are restarted."""
+    envs = SeparateEnvs([EnvAdapter(Lives(), "Lives") for _ in range(2)])
+    into = zeros(envs.adapters[0].spec, 2)
+    envs.begin(np.array([1, 2]), into)
+    before = into["observation"].copy()
+    steps = envs.step(np.array([1, 1]), np.array([False, True]), into)
+    assert (into["observation"][1] == before[1]).all()
+    assert (into["observation"][0] != before[0]).all()
+    assert steps.reward[0] > steps.reward[1] == 0
+    envs.restart(1, 2, into)
+    assert (into["observation"][1] == before[1]).all()
+    envs.close()
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
+def test_other_autoreset_modes_are_refused(mode, monkeypatch):
+    """With the words that set the right one; what was made is closed."""
+    closed = []
+    monkeypatch.setattr(SyncEnvs, "close_extras", lambda self, **_: closed.append(self))
+    factory = replace(VectorFactory.of(Lives), autoreset_mode=mode)
+    words = (
+        f"Lives: .*NEXT_STEP, .*{mode.name}.*make it with autoreset_mode=AutoresetMode.NEXT_STEP"
+    )
+    with pytest.raises(BadInput, match=words):
+        make_envs(factory, adapt(factory).spec, 2, seeded=False)
+    assert len(closed) == 1
+
+
+@pytest.mark.parametrize("bad", [-1, 3])
+def test_actions_out_of_range_are_refused(bad):
+    """Natively they may hang; nothing is stepped."""
+    factory = VectorFactory.of(Lives)
+    spec = adapt(factory).spec
+    envs = make_envs(factory, spec, 2, seeded=False)
+    into = zeros(spec, 2)
+    envs.begin(np.array([1, 2]), into)
+    before = into["observation"].copy()
+    with pytest.raises(ValueError, match=rf"action=\[ ?0 +{bad}\]: must be in \[0, 3\)"):
+        envs.step(np.array([0, bad]), np.zeros(2, np.bool_), into)
+    assert (into["observation"] == before).all()
+    envs.close()
+
+
+@pytest.mark.parametrize("bad", [0, 256])
+def test_frame_stack_out_of_bounds(bad):
+    """A byte holds how old a frame is."""
+    with pytest.raises(SettingError, match=rf"^env\.frame_stack={bad}: must be at"):
+        EnvSettings.make({"frame_stack": bad})
+    assert EnvSettings.make({"frame_stack": 3}).factory().frame_stack == 3
 
 
 # ----------------------------------------------------------------------------------- recipes

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import copy
+import logging
+import re
+import tracemalloc
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import psutil
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from actorlearner.contracts import (
     ArraySpec,
     BadInput,
     CheckpointError,
+    EnvSpec,
     NonFiniteError,
     SampleSpec,
     SettingError,
@@ -24,7 +30,14 @@ from actorlearner.contracts import (
     Unroll,
 )
 from actorlearner.replay import ReplayBuffer
-from tests.scripted import ENV_SPEC, ScriptedWorker, scripted_action, scripted_reward
+from tests.scripted import (
+    ENV_SPEC,
+    ScriptedWorker,
+    scripted_action,
+    scripted_reward,
+    scripted_stack,
+    stacked_spec,
+)
 from tests.unit.test_sum_tree import CHI_SQUARED_255
 
 GAMMA = 0.9
@@ -38,13 +51,14 @@ def make_buffer(
     batch_size=64,
     reward_clip=None,
     planned=100,
+    stack=1,
     **more,
 ):
     """A built buffer of the scripted environment; uniform, 20 unrolls of each stream."""
     more = {"prioritized": False, "capacity": 20 * num_streams * unroll_length} | more
     buffer = ReplayBuffer(**more)
     spec = SampleSpec(batch_size, n_step=n_step, gamma=GAMMA, reward_clip=reward_clip)
-    buffer.build(ENV_SPEC, spec, StreamLayout(num_streams, unroll_length), planned)
+    buffer.build(stacked_spec(stack), spec, StreamLayout(num_streams, unroll_length), planned)
     return buffer
 
 
@@ -54,9 +68,15 @@ def add_unrolls(buffer, worker, count):
         buffer.add(worker.unroll())
 
 
+def places(observation, rows=slice(None)):
+    """Where ``rows`` of a batch were seen: ``(stream, episode, step)``, of stacks the newest."""
+    where = observation["where"][rows]
+    return [tuple(w) for w in (where[:, -1] if where.ndim == 3 else where).tolist()]
+
+
 def starts(batch):
-    """Where each transition starts: a list of ``(stream, episode, step)``."""
-    return [tuple(where) for where in batch.observation["where"].tolist()]
+    """Where each transition starts."""
+    return places(batch.observation)
 
 
 # ------------------------------------------------------------------------ the slow obvious twin
@@ -72,27 +92,33 @@ class Transition(NamedTuple):
 
 
 class SlowReplay:
-    """The store as lists: chains of rows, and a queue of the blocks that are still there."""
+    """The store as lists: chains of rows, and a queue of the blocks that are still there.
 
-    def __init__(self, num_blocks: int) -> None:
-        """Room for ``num_blocks`` columns of unrolls."""
+    Attributes:
+        blocks: ``(rows of the chain, begin, end)``; no rows for the observation behind a chain.
+        chains: the newest of each stream.
+        highest: the highest priority seen.
+    """
+
+    def __init__(self, num_blocks: int, stack: int = 1) -> None:
+        """Room for ``num_blocks`` columns of unrolls, of which stacks of ``stack`` are drawn."""
         self.blocks: deque[tuple[list, int, int]] = deque(maxlen=num_blocks)
         self.chains: dict[int, dict] = {}
+        self.highest = 1.0
+        self._stack = stack
 
     def add(self, unroll: Unroll) -> None:
         """Copy ``unroll`` to the end of its streams' chains, or to new ones after a gap."""
         streams = unroll.streams.tolist()
-        for stream in streams:
-            chain = self.chains.get(stream)
-            if chain and chain["sequence"] == unroll.sequence - 1:
-                continue
-            if chain and any(rows is chain["rows"] and last for rows, _, last in self._marked()):
-                self.blocks.append(([], 0, 0))  # the last observation takes a block
-            self.chains[stream] = {"rows": [], "end": []}
+        chains = [self.chains.get(stream) for stream in streams]
+        self._end([chain for chain in chains if chain and chain["next"] != unroll.sequence])
         for column, stream in enumerate(streams):
-            chain = self.chains[stream]
+            chain = self.chains.get(stream)
+            if not chain or chain["next"] != unroll.sequence:
+                chain = self.chains[stream] = {"rows": [], "end": []}
             begin = len(chain["rows"])
             for row in range(unroll.num_rows):
+                extras = {name: float(array[row, column]) for name, array in unroll.extras.items()}
                 chain["rows"].append(
                     {
                         "where": tuple(unroll.observation["where"][row, column].tolist()),
@@ -100,24 +126,49 @@ class SlowReplay:
                         "terminated": bool(unroll.terminated[row, column]),
                         "valid": bool(unroll.valid[row, column]),
                         "end": chain["end"],
+                        "priority": self.highest,
+                        "waits": True,
+                        **extras,
                     }
                 )
             chain["end"][:] = [tuple(unroll.observation["where"][-1, column].tolist())]
-            chain["sequence"] = unroll.sequence
+            chain["next"] = unroll.sequence + 1
             self.blocks.append((chain["rows"], begin, len(chain["rows"])))
 
-    def _marked(self):
-        """Every block, with whether it is the newest of its chain."""
-        return [(rows, begin, rows and end == len(rows)) for rows, begin, end in self.blocks]
+    def end_all(self) -> None:
+        """No stream goes on."""
+        self._end([self.chains[stream] for stream in sorted(self.chains)])
+        self.chains.clear()
+
+    def _end(self, chains: list[dict]) -> None:
+        """The last observation of each of ``chains`` takes a block, if its last row is stored."""
+        stored = self._stored()
+        self.blocks.extend(([], 0, 0) for c in chains if id(c["rows"][-1]) in stored)
+
+    def _stored(self) -> set[int]:
+        """Names of the rows that are there."""
+        return {id(row) for rows, begin, end in self.blocks for row in rows[begin:end]}
+
+    def drawable(self) -> list[tuple[list, int]]:
+        """Each row that can be drawn, as its chain and its position there.
+
+        A valid one, of whose stack every frame is there.
+        """
+        stored, found = self._stored(), []
+        for rows, begin, end in self.blocks:
+            for start in range(begin, end):
+                older = range(start - min(rows[start]["where"][2], self._stack - 1), start)
+                whole = all(i >= 0 and id(rows[i]) in stored for i in older)
+                if rows[start]["valid"] and whole:
+                    found.append((rows, start))
+        return found
 
     def transitions(self, n: int) -> dict[tuple[int, int, int], Transition]:
         """All that can be drawn, by where they start."""
         found = {}
-        for rows, begin, end in self.blocks:
-            for start in range(begin, end):
-                if rows[start]["valid"]:
-                    assert rows[start]["where"] not in found
-                    found[rows[start]["where"]] = self._transition(rows, start, n)
+        for rows, start in self.drawable():
+            assert rows[start]["where"] not in found
+            found[rows[start]["where"]] = self._transition(rows, start, n)
         return found
 
     @staticmethod
@@ -133,32 +184,72 @@ class SlowReplay:
         end = rows[position]["where"] if position < len(rows) else rows[start]["end"][0]
         return Transition(scripted_action(*rows[start]["where"]), reward, discount, end)
 
+    def prioritise_by_actor(self, n: int, clip: float | None) -> None:
+        """Give each row whose window is complete by now, for the first time, the actor's error."""
+        for rows, start in self.drawable():
+            error = self._actor_error(rows, start, n, clip)
+            if rows[start]["waits"] and error is not None:
+                rows[start]["waits"] = False
+                self.set_priority(rows[start], error)
 
-def check_all_transitions(buffer: ReplayBuffer, twin: SlowReplay, n: int) -> None:
-    """Draw until everything has been seen; compare every transition with the twin's."""
+    def set_priority(self, row: dict, error: float) -> None:
+        """Of an absolute TD error."""
+        row["priority"] = error + 1e-6
+        self.highest = max(self.highest, row["priority"])
+
+    @staticmethod
+    def _actor_error(rows, start: int, n: int, clip: float | None) -> float | None:
+        target, discount, position = 0.0, 1.0, start
+        while position < start + n and rows[position]["valid"]:
+            reward = rows[position]["reward"]
+            target += discount * (reward if clip is None else max(-clip, min(clip, reward)))
+            discount *= GAMMA
+            if rows[position]["terminated"]:
+                return abs(target - rows[start]["action_value"])
+            position += 1
+            if position == len(rows):
+                return None  # nobody has said what the next observation is worth
+        target += discount * rows[position]["greedy_value"]
+        return abs(target - rows[start]["action_value"])
+
+
+def check_all_transitions(
+    buffer: ReplayBuffer, twin: SlowReplay, n: int, stack: int = 1
+) -> dict[int, tuple[int, int, int]]:
+    """Draw until everything has been seen; compare every transition with the twin's.
+
+    Returns:
+        Where each row is, by its key.
+    """
     expected = twin.transitions(n)
     assert buffer.metrics()["size"] == len(expected)
     if not expected:
         assert not buffer.ready()
-        return
+        return {}
     batch = buffer.sample()
     # Missing one of k rows in so many draws has a chance of about k * exp(-batch / k).
     assert len(batch.keys) >= 25 * len(expected)
     seen, first = np.unique(batch.keys, return_index=True)
     assert len(seen) == len(expected)
-    for i in first:
-        where = tuple(batch.observation["where"][i].tolist())
-        end = tuple(batch.next_observation["where"][i].tolist())
-        transition = expected[where]
-        assert end == transition.end
-        assert int(batch.action[i]) == transition.action
-        assert float(batch.reward[i]) == pytest.approx(transition.reward, rel=1e-5, abs=1e-5)
-        assert float(batch.discount[i]) == pytest.approx(transition.discount, rel=1e-6)
-        assert int(batch.observation["step"][i]) == where[2]
-        assert int(batch.next_observation["step"][i]) == end[2]
-        # Independent of the twin: one stream, one episode, and 1 to n steps on.
+    begins, ends = places(batch.observation, first), places(batch.next_observation, first)
+    wanted = [expected[where] for where in begins]
+    assert ends == [transition.end for transition in wanted]
+    for name, tolerance in {"action": 0, "reward": 1e-5, "discount": 1e-6}.items():
+        got = getattr(batch, name).numpy()[first]
+        np.testing.assert_allclose(
+            got, [getattr(transition, name) for transition in wanted], tolerance, tolerance, name
+        )
+    for observation, here in ((batch.observation, begins), (batch.next_observation, ends)):
+        for key, spec in stacked_spec(stack).observation.items():
+            stacks = np.array([scripted_stack(where, spec.stack) for where in here])
+            frames = stacks if key == "where" else stacks[..., 2]
+            seen_there = observation[key].numpy()[first]
+            assert np.array_equal(seen_there, frames.reshape(len(here), *spec.stacked_shape))
+    # Independent of the twin: one stream, one episode, and 1 to n steps on.
+    for where, end in zip(begins, ends, strict=True):
         assert end[:2] == where[:2]
         assert 1 <= end[2] - where[2] <= n
+    return dict(zip(seen.tolist(), begins, strict=True))
 
 
 # ------------------------------------------------------------------------------- transitions
@@ -166,18 +257,26 @@ def check_all_transitions(buffer: ReplayBuffer, twin: SlowReplay, n: int) -> Non
 
 @pytest.mark.parametrize("prioritized", [False, True])
 @pytest.mark.parametrize("n", [1, 3, 5])
-@pytest.mark.parametrize("unroll_length", [1, 2, 4, 7])
-def test_transitions_equal_the_twin(n, unroll_length, prioritized):
+@pytest.mark.parametrize(
+    ("unroll_length", "stack"), [(1, 1), (1, 2), (2, 1), (2, 3), (4, 1), (4, 3), (7, 1), (7, 8)]
+)
+def test_transitions_equal_the_twin(n, unroll_length, stack, prioritized):
     """Borders of unrolls, wraps of the ring, truncations, terminations, life losses, gaps.
 
-    Unrolls shorter and longer than n, and two workers, one of them slow: its newest block is
-    overwritten before it goes on.
+    Unrolls shorter and longer than n, stacks as long as unrolls allow, and two workers, one of
+    them slow: its newest block is overwritten before it goes on.
     """
     capacity = 4 * 3 * unroll_length + 1  # not a multiple of anything
     buffer = make_buffer(
-        3, unroll_length, n_step=n, batch_size=4096, capacity=capacity, prioritized=prioritized
+        3,
+        unroll_length,
+        n_step=n,
+        batch_size=4096,
+        capacity=capacity,
+        prioritized=prioritized,
+        stack=stack,
     )
-    twin = SlowReplay(capacity // unroll_length)
+    twin = SlowReplay(capacity // unroll_length, stack)
     workers = [
         ScriptedWorker([2, 0], unroll_length, seed=1),
         ScriptedWorker([1], unroll_length, seed=2, worker=1),
@@ -192,54 +291,133 @@ def test_transitions_equal_the_twin(n, unroll_length, prioritized):
         buffer.add(unroll)
         twin.add(unroll)
         buffer.check_valid()
-        check_all_transitions(buffer, twin, n)
+        check_all_transitions(buffer, twin, n, stack)
 
 
-OPERATIONS = st.lists(
-    st.sampled_from(["add 0", "add 1", "lose 0", "restart 1", "learn", "reload"]),
-    min_size=3,
-    max_size=60,
-)
+class World:
+    """A buffer, its twin and two workers, to which anything may happen.
+
+    Worker 0 has stream 0, worker 1 the others.
+    """
+
+    def __init__(
+        self, num_blocks: int, unroll_length: int, seed: int, stack: int = 1, **more
+    ) -> None:
+        """Three streams."""
+        self._length, self._stack = unroll_length, stack
+        self._more = {"batch_size": 4096, "capacity": num_blocks * unroll_length} | more
+        self.twin = SlowReplay(num_blocks, stack)
+        self._seed, self._lives = seed, 0
+        self._sequences = [0, 0]
+        self._start(3)
+
+    def _start(self, num_streams: int) -> None:
+        self.num_streams = num_streams
+        self.buffer = make_buffer(num_streams, self._length, stack=self._stack, **self._more)
+        self._workers = [
+            ScriptedWorker(
+                streams,
+                self._length,
+                seed=self._seed + 10 * self._lives + worker,
+                worker=worker,
+                first_sequence=self._sequences[worker],
+                first_episode=1000 * self._lives,
+            )
+            for worker, streams in enumerate(([0], range(1, num_streams)))
+        ]
+        self._lives += 1
+
+    def do(self, operation: str) -> None:
+        """Do it to the buffer and to the twin."""
+        verb, _, index = operation.partition(" ")
+        if verb == "reload":
+            self._reload(int(index) or self.num_streams)
+            return
+        for worker in (self._workers[int(i)] for i in index):
+            if verb == "restart":
+                worker.restart()
+            elif verb == "lose":
+                worker.unroll()
+            elif len(worker.streams):
+                unroll = worker.unroll()
+                self.buffer.add(unroll)
+                self.twin.add(unroll)
+                if self.buffer.extras:
+                    self.twin.prioritise_by_actor(self._more["n_step"], self._more["reward_clip"])
+                self.buffer.check_valid()
+
+    def _reload(self, num_streams: int) -> None:
+        """Go on in a new buffer; with the same number of streams nothing else has changed."""
+        state = copy.deepcopy(self.buffer.state_dict())
+        if num_streams == self.num_streams:
+            self.buffer = make_buffer(num_streams, self._length, stack=self._stack, **self._more)
+        else:
+            # The numbers go on like the old worker's: nothing may be linked all the same.
+            self._sequences = [worker.sequence for worker in self._workers]
+            self._start(num_streams)
+            self.twin.end_all()
+        self.buffer.load_state_dict(state)
 
 
-@settings(max_examples=100, deadline=None)
+OPERATIONS = [
+    *("add 01", "add 000", "add 1", "add 111", "lose 0", "lose 1", "restart 1", "learn"),
+    *("reload 0", "reload 1", "reload 2", "reload 3"),
+]
+
+
+@settings(max_examples=150, deadline=None)
+@example(["add 01", "add 000", "reload 1"], 0, 1, 0, 0, False)  # the oldest block has no next
+@example(["add 0000000", "add 1"], 0, 3, 0, 0, True)  # overwritten together with its next one
 @given(
-    operations=OPERATIONS,
+    operations=st.lists(
+        st.sampled_from(OPERATIONS),
+        min_size=3,
+        max_size=40,
+    ),
     seed=st.integers(0, 1000),
-    unroll_length=st.integers(1, 5),
+    stack=st.integers(1, 4),
+    extra_rows=st.integers(0, 4),
     extra_blocks=st.integers(0, 6),
     prioritized=st.booleans(),
 )
-def test_random_operations(operations, seed, unroll_length, extra_blocks, prioritized):
-    """Whatever happens in whatever order, every invariant holds and every transition is right."""
-    num_blocks = 6 + extra_blocks
-    more = {"capacity": num_blocks * unroll_length, "prioritized": prioritized}
-    buffer = make_buffer(3, unroll_length, batch_size=2048, **more)
-    twin = SlowReplay(num_blocks)
-    workers = [
-        ScriptedWorker([0], unroll_length, seed=seed),
-        ScriptedWorker([1, 2], unroll_length, seed=seed + 1, worker=1),
-    ]
+def test_random_operations(operations, seed, stack, extra_rows, extra_blocks, prioritized):
+    """Whatever happens in whatever order, every invariant holds and every transition is right.
+
+    Feedback for rows that are overwritten, or cut off from the frames of their stacks, is stale.
+    """
+    unroll_length = max(1, stack - 1) + extra_rows
+    world = World(6 + extra_blocks, unroll_length, seed, stack, prioritized=prioritized)
     generator = np.random.default_rng(seed)
-    for operation in operations:
-        verb, _, index = operation.partition(" ")
-        if verb == "add":
-            unroll = workers[int(index)].unroll()
-            buffer.add(unroll)
-            twin.add(unroll)
-        elif verb == "lose":
-            workers[int(index)].unroll()
-        elif verb == "restart":
-            workers[int(index)].restart()
-        elif verb == "reload":
-            state = copy.deepcopy(buffer.state_dict())
-            buffer = make_buffer(3, unroll_length, batch_size=2048, **more)
-            buffer.load_state_dict(state)
-        elif buffer.ready():
-            keys = buffer.sample().keys[:50]
-            buffer.feed_back(keys, {"priority": generator.uniform(0.5, 2, size=len(keys))})
-        buffer.check_valid()
-    check_all_transitions(buffer, twin, 3)
+    known: dict[int, tuple[int, int, int]] = {}
+    for operation in [*operations, "learn"]:
+        if operation != "learn":
+            world.do(operation)
+            world.buffer.check_valid()
+            continue
+        known |= check_all_transitions(world.buffer, world.twin, 3, stack)
+        keys = generator.permutation(list(known) or np.empty(0, np.int64))[:60]
+        stale = [key for key in keys.tolist() if known[key] not in world.twin.transitions(3)]
+        before = world.buffer.metrics()["stale_feedback"]
+        world.buffer.feed_back(keys, {"priority": generator.uniform(0.5, 2, size=len(keys))})
+        counted = world.buffer.metrics()["stale_feedback"] - before
+        assert counted == (len(stale) if prioritized else 0)
+        world.buffer.check_valid()
+
+
+def test_rows_cut_off_from_their_frames():
+    """Stacks of 3 in unrolls of 4: two rows of the block that has lost the one before it."""
+    buffer = make_buffer(
+        1, 4, capacity=8, stack=3, batch_size=200, prioritized=True, priority_epsilon=1e-9
+    )
+    worker = ScriptedWorker([0], 4, max_episode_length=200, life_loss=0.0, seed=5)
+    add_unrolls(buffer, worker, 2)
+    assert sorted({step for _, _, step in starts(buffer.sample())}) == list(range(8))
+    add_unrolls(buffer, worker, 1)
+    assert sorted({step for _, _, step in starts(buffer.sample())}) == list(range(6, 12))
+    assert buffer.metrics()["size"] == 6
+    buffer.feed_back(np.arange(3, 8), {"priority": np.full(5, 1e9)})
+    assert buffer.metrics()["stale_feedback"] == 3
+    assert sorted({step for _, _, step in starts(buffer.sample())}) == [6, 7]
 
 
 def test_truncation_bootstraps_from_the_final_observation():
@@ -254,7 +432,7 @@ def test_truncation_bootstraps_from_the_final_observation():
         cut += [tuple(where) for where in unroll.observation["where"][:-1][rows].tolist()]
     assert cut
     batch = buffer.sample()
-    ends = [tuple(where) for where in batch.next_observation["where"].tolist()]
+    ends = places(batch.next_observation)
     seen = 0
     for where, end, discount in zip(starts(batch), ends, batch.discount.tolist(), strict=True):
         assert end == (*where[:2], where[2] + 1)
@@ -504,6 +682,58 @@ def test_zero_priority_can_still_be_drawn():
     assert len(np.unique(buffer.sample().keys)) == 256
 
 
+def assert_priorities_of_the_twin(buffer: ReplayBuffer, twin: SlowReplay) -> None:
+    """The same rows can be drawn, with the same priorities."""
+    state = buffer.state_dict()
+    leaves = state["priorities"]["leaves"]
+    where = state["ring"]["rows"]["observation/where"][leaves > 0].tolist()
+    got = dict(zip(map(tuple, where), leaves[leaves > 0].tolist(), strict=True))
+    wanted = {r[i]["where"]: r[i]["priority"] ** buffer.settings.alpha for r, i in twin.drawable()}
+    assert got == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+    assert buffer.metrics()["max_priority"] == pytest.approx(twin.highest)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    operations=st.lists(
+        st.sampled_from([*OPERATIONS, "learn"]),
+        min_size=3,
+        max_size=30,
+    ),
+    seed=st.integers(0, 1000),
+    unroll_length=st.integers(2, 5),
+    stack=st.integers(1, 3),
+    n=st.sampled_from([1, 3, 5]),
+    clip=st.sampled_from([None, 1.0]),
+)
+def test_priorities_of_the_actor(operations, seed, unroll_length, stack, n, clip):
+    """Its own error once a window is complete, the highest until then, then the learner's word."""
+    world = World(
+        8,
+        unroll_length,
+        seed,
+        stack,
+        prioritized=True,
+        initial_priority="actor",
+        n_step=n,
+        reward_clip=clip,
+    )
+    generator = np.random.default_rng(seed)
+    for operation in operations:
+        if operation != "learn":
+            world.do(operation)
+        elif world.buffer.ready():
+            batch = world.buffer.sample()
+            chosen = generator.permutation(len(batch.keys))[:10]
+            errors = generator.uniform(0, 4, size=10)
+            world.buffer.feed_back(batch.keys[chosen], {"priority": errors})
+            rows = {rows[i]["where"]: rows[i] for rows, i in world.twin.drawable()}
+            for where, error in zip(places(batch.observation, chosen), errors, strict=True):
+                world.twin.set_priority(rows[where], error)
+        world.buffer.check_valid()
+        assert_priorities_of_the_twin(world.buffer, world.twin)
+
+
 @pytest.mark.parametrize(
     ("priority", "error", "match"),
     [
@@ -546,6 +776,55 @@ def test_too_small_a_capacity_is_refused():
     with pytest.raises(SettingError, match=r"replay\.capacity=63: must be at least 64"):
         make_buffer(4, 8, capacity=63)
     make_buffer(4, 8, capacity=64)
+
+
+def test_unrolls_too_short_for_the_stacks_are_refused():
+    """Else one block that goes could cut off rows two blocks on."""
+    with pytest.raises(SettingError, match=r"unroll_length=3: must be at least 4.*stack of 5"):
+        make_buffer(2, 3, stack=5)
+    make_buffer(2, 4, stack=5)
+
+
+ATARI = EnvSpec(
+    "Atari",
+    {"observation": ArraySpec((84, 84), "uint8", stack=4)},
+    ArraySpec((), "int64", (4,)),
+)
+
+
+@pytest.mark.parametrize("initial_priority", ["max", "actor"])
+def test_memory_of_an_atari_row(initial_priority, caplog):
+    """At most 7,300 bytes, where two stacks would take 56,448; as much as was said before."""
+    capacity = 10_000
+    buffer = ReplayBuffer(capacity=capacity, initial_priority=initial_priority)
+    tracemalloc.start()
+    with caplog.at_level(logging.INFO, "actorlearner.replay"):
+        buffer.build(ATARI, SampleSpec(32), StreamLayout(8, 20), 10)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken / capacity <= 7_300
+    said = re.search(r"10,000 rows of ([\d,]+) bytes take ([\d.]+) MiB", caplog.text)
+    assert int(said[1].replace(",", "")) * capacity == pytest.approx(taken, rel=0.02)
+    assert float(said[2]) * 2**20 == pytest.approx(taken, rel=0.02)
+
+
+def test_more_than_the_memory_is_refused(monkeypatch):
+    """Before anything is allocated; what fits is told, and does fit."""
+    free = psutil.virtual_memory()._replace(available=100 * 2**20)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    buffer = ReplayBuffer(capacity=10**6)
+    tracemalloc.start()
+    with pytest.raises(
+        SettingError, match=r"replay\.capacity=1000000: needs 6\.\d\d GiB, 100\.0 MiB are free; at"
+    ) as caught:
+        buffer.build(ATARI, SampleSpec(32), StreamLayout(8, 20), 10)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+    fits = int(re.search(r"at most (\d+) fit", str(caught.value))[1])
+    assert 14_000 < fits < 15_000
+    for capacity, is_fine in ((fits, True), (fits + 1, False)):
+        with nullcontext() if is_fine else pytest.raises(SettingError):
+            ReplayBuffer(capacity=capacity).build(ATARI, SampleSpec(32), StreamLayout(8, 20), 10)
 
 
 @pytest.mark.parametrize(
@@ -604,7 +883,7 @@ def assert_same_batches(one: ReplayBuffer, other: ReplayBuffer, count: int = 3) 
 @pytest.mark.parametrize("num_unrolls", [1, 3, 9])
 def test_state_round_trip(prioritized, num_unrolls):
     """Part full, full and wrapped: what goes on after a resume is what would have gone on."""
-    more = {"prioritized": prioritized, "capacity": 2 * 5 * 4}
+    more = {"prioritized": prioritized, "capacity": 2 * 5 * 4, "stack": 3}
     buffer = make_buffer(2, 4, **more)
     buffer.seed(3)
     worker = ScriptedWorker([0, 1], 4)
@@ -666,9 +945,9 @@ def test_resume_with_another_number_of_streams(num_streams, num_unrolls, priorit
 
     # The numbers would continue the old worker's; nothing may be linked all the same.
     twin.chains.clear()
-    newcomer = ScriptedWorker(range(num_streams), 4, seed=4, first_sequence=num_unrolls)
-    for place in newcomer._places:
-        place.episode = 1000
+    newcomer = ScriptedWorker(
+        range(num_streams), 4, seed=4, first_sequence=num_unrolls, first_episode=1000
+    )
     for _ in range(2):
         unroll = newcomer.unroll()
         resumed.add(unroll)

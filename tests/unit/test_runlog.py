@@ -60,6 +60,7 @@ class TestTrainingLines:
         first.seconds = {"env": 3.0, "policy": 1.0}
         second.seconds = {"env": 1.0, "policy": 0.0, "wait": 5.0}
         first.episodes = [Episode(0, 1, 2.0, 10), Episode(1, 1, 4.0, 20)]
+        second.lives = [Episode(0, 1, 1.0, 6), Episode(1, 1, 2.0, 7), Episode(1, 2, 3.0, 8)]
         for unroll in (first, second):
             log.note(unroll, updates=10)
         log.means.add("q", {"loss": 1.0})
@@ -79,6 +80,8 @@ class TestTrainingLines:
         assert line["train/episodes"] == 2.0
         assert line["train/return_mean"] == 3.0
         assert line["train/length_mean"] == 15.0
+        assert line["train/life_return_mean"] == 2.0
+        assert line["train/life_length_mean"] == 7.0
         shares = [line[f"worker/{name}"] for name in ("env", "policy", "wait")]
         assert shares == [0.4, 0.1, 0.5]
         assert all(type(value) is float for value in line.values())
@@ -100,6 +103,7 @@ class TestTrainingLines:
         assert line["speed/env_steps_per_s"] == 15.0
         assert line["speed/updates_per_s"] == 5.0
         assert not {"policy/lag_mean", "policy/lag_max", "worker/env"} & line.keys()
+        assert not {"train/life_return_mean", "train/life_length_mean"} & line.keys()
         assert line["train/return_mean"] == 2.0
 
     def test_before_the_first_episode_nothing_is_made_up(self) -> None:
@@ -204,6 +208,7 @@ class TestState:
     def test_goes_on_where_it_was(self, tmp_path: Path) -> None:
         log, _ = open_log(tmp_path)
         log.episodes.add(3.0, 4)
+        log.lives.add(2.0, 3)
         log.write_training(100, 10, {})
         log.write_evaluation(EvaluationResult((1.0,), (5,), 0, version=9, env_steps=100))
         state = log.state_dict()
@@ -214,6 +219,7 @@ class TestState:
         resumed.load_state_dict({**state, "wall_s": 1_000.0})
         resumed.open(1_000, "off", {}, (100, 10))
         assert resumed.episodes.count == 1
+        assert resumed.lives.mean_return == 2.0
         assert resumed.wall_s > 1_000
         resumed.write_training(100, 10, {})  # has its line
         resumed.write_evaluation(EvaluationResult((1.0,), (5,), 0, version=9, env_steps=100))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -74,6 +74,8 @@ class Forgets(Walk):
 class RandomPolicy:
     """Draws actions of any kind."""
 
+    extras_spec: ClassVar = {}
+
     def __init__(self, env_spec: Any, streams: Any, num_streams: int, greedy: bool) -> None:
         self._spec = env_spec.action
 
@@ -84,7 +86,7 @@ class RandomPolicy:
         count = len(observation["at"])
         high = np.reshape(self._spec.categories, self._spec.shape) if self._spec.categories else 2
         draws = generator.random((count, *self._spec.shape)) * high
-        return draws.astype(self._spec.dtype)
+        return draws.astype(self._spec.dtype), {}
 
 
 def lockstep(*factories: GymEnvFactory, **changes: Any) -> list[WorkerSpec]:
@@ -103,8 +105,7 @@ def opened(spec: WorkerSpec, **changes: Any) -> EnvWorker:
 
 def collected(worker: EnvWorker) -> Unroll:
     spec = worker.spec
-    layout = Unroll.layout(spec.env_spec, spec.unroll_length, len(spec.streams))
-    arrays = {name: array.zeros() for name, array in layout.items()}
+    arrays = {name: array.zeros() for name, array in spec.unroll_layout.items()}
     unroll = Unroll.from_arrays(spec.index, spec.streams, arrays)
     worker.collect(snapshot(0), unroll)
     return unroll

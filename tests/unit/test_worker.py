@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -16,27 +16,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actorlearner.contracts import (
+    ArraySpec,
     BadInput,
     EnvSpec,
     EvaluationRequest,
     NonFiniteError,
+    SampleSpec,
     Snapshot,
+    StreamLayout,
     Unroll,
     UnsupportedSpace,
     WorkerSpec,
 )
 from actorlearner.envs import GymEnvFactory
+from actorlearner.replay import ReplayBuffer
 from actorlearner.streams import stream_seed
 from actorlearner.worker import EnvWorker, probe
 from tests.environments import (
     Misbehaves,
     Places,
+    PlacesPolicy,
     RowChecker,
     pay,
     plan,
     snapshot,
     worker_specs,
 )
+from tests.unit.test_envs import VectorFactory
 
 FIELDS = ("action", "reward", "terminated", "truncated", "valid", "first")
 
@@ -53,12 +59,25 @@ class Told:
     def act(self, observation: Any, generator: np.random.Generator) -> Any:
         count = len(next(iter(observation.values())))
         rows = [{key: array[i] for key, array in observation.items()} for i in range(count)]
-        return np.array([self._function(row) for row in rows], self._spec.action.dtype)
+        return np.array([self._function(row) for row in rows], self._spec.action.dtype), {}
 
 
-def told_spec(make: Any, function: Callable[[Any], Any], **changes: Any) -> WorkerSpec:
-    factory = GymEnvFactory.of(make)
+def recipe(make: Callable[..., Any]) -> Any:
+    """A policy factory without extras."""
+    make.extras_spec = {}  # type: ignore[attr-defined]
+    return make
 
+
+def told_spec(
+    make: Any,
+    function: Callable[[Any], Any],
+    tells_lives: bool = False,
+    kind: type[GymEnvFactory] = GymEnvFactory,
+    **changes: Any,
+) -> WorkerSpec:
+    factory = replace(kind.of(make), terminal_on_life_loss=tells_lives)
+
+    @recipe
     def policy(env_spec: EnvSpec, streams: Sequence[int], num_streams: int, greedy: bool) -> Told:
         return Told(function, env_spec)
 
@@ -68,7 +87,7 @@ def told_spec(make: Any, function: Callable[[Any], Any], **changes: Any) -> Work
 
 def new_unroll(spec: WorkerSpec) -> Unroll:
     """An unroll full of what an earlier one may have left there."""
-    layout = Unroll.layout(spec.env_spec, spec.unroll_length, len(spec.streams))
+    layout = spec.unroll_layout
     arrays = {name: array.zeros() + np.ones((), array.dtype) for name, array in layout.items()}
     return Unroll.from_arrays(spec.index, spec.streams, arrays)
 
@@ -83,37 +102,47 @@ def collected(worker: EnvWorker, version: int = 0) -> Unroll:
 
 
 def slow_twin(spec: WorkerSpec, function: Callable[[Any], Any], num_rows: int) -> list[Any]:
-    """Per stream the rows, the observations (one more), and the ends as (row, return, length)."""
+    """Per stream the rows, the observations (one more), the ends as (row, return, length), lives.
+
+    Lives as ends; none where losing one means nothing.
+    """
     streams = []
     for stream in spec.streams:
         env = spec.env_factory()
-        rows, ends = [], []
-        episode, episode_return, length = 0, 0.0, 0
-        observation = {"observation": env.reset(seed=stream_seed(spec.seed, stream, 0))[0].copy()}
-        observations, is_over = [observation], False
+        rows, ends, life_ends = [], [], []
+        episode, rewards, life_rewards = 0, [], []
+        observation, info = env.reset(seed=stream_seed(spec.seed, stream, 0))
+        observations, is_over = [{"observation": observation.copy()}], False
         while len(rows) < num_rows:
             if is_over:
                 episode += 1
                 seed = stream_seed(spec.seed, stream, episode) if spec.seed_every_episode else None
-                observation = env.reset(seed=seed)[0]
+                observation, info = env.reset(seed=seed)
                 rows.append((0, 0.0, False, False, False, False))
-                is_over, episode_return, length = False, 0.0, 0
+                is_over, rewards, life_rewards = False, [], []
             else:
+                lives = info.get("lives")
                 action = function(observations[-1])
-                observation, reward, terminated, truncated, _ = env.step(action)
+                observation, reward, terminated, truncated, info = env.step(action)
                 reward = np.asarray(reward).item()
-                terminated, truncated = bool(terminated), bool(truncated)
-                is_over = terminated or truncated
-                first = length == 0
+                is_over = bool(terminated or truncated)
+                tells_lives = spec.env_factory.terminal_on_life_loss
+                life_lost = tells_lives and info["lives"] < lives
+                learns_end = bool(terminated) or (life_lost and not is_over)
+                first = not rewards
                 rows.append(
-                    (action, reward, terminated, truncated and not terminated, True, first)
+                    (action, reward, learns_end, bool(truncated) and not learns_end, True, first)
                 )  # fmt: skip
-                episode_return, length = episode_return + reward, length + 1
+                rewards.append(reward)
+                life_rewards.append(reward)
                 if is_over:
-                    ends.append((len(rows) - 1, episode_return, length))
+                    ends.append((len(rows) - 1, sum(rewards), len(rewards)))
+                if tells_lives and (life_lost or is_over):
+                    life_ends.append((len(rows) - 1, sum(life_rewards), len(life_rewards)))
+                    life_rewards = []
             observations.append({"observation": np.array(observation)})
         env.close()
-        streams.append((rows, [o["observation"] for o in observations], ends))
+        streams.append((rows, [o["observation"] for o in observations], ends, life_ends))
     return streams
 
 
@@ -124,8 +153,9 @@ def assert_like_the_twin(spec: WorkerSpec, function: Callable[[Any], Any], unrol
     for number in range(unrolls):
         unroll = collected(worker)
         start = number * spec.unroll_length
-        episodes = []
-        for column, (rows, observations, ends) in enumerate(twin):
+        episodes: list[Any] = []
+        lives: list[Any] = []
+        for column, (rows, observations, ends, life_ends) in enumerate(twin):
             stop = start + spec.unroll_length
             for name, wanted in zip(FIELDS, zip(*rows[start:stop], strict=True), strict=True):
                 got = getattr(unroll, name)[:, column]
@@ -133,8 +163,10 @@ def assert_like_the_twin(spec: WorkerSpec, function: Callable[[Any], Any], unrol
             got = unroll.observation["observation"][:, column]
             np.testing.assert_array_equal(got, np.array(observations[start : stop + 1]))
             stream = spec.streams[column]
-            episodes += [(stream, row - start, *e) for row, *e in ends if start <= row < stop]
+            for found, wanted in ((episodes, ends), (lives, life_ends)):
+                found += [(stream, row - start, *e) for row, *e in wanted if start <= row < stop]
         assert sorted(unroll.episodes) == sorted(episodes)
+        assert sorted(unroll.lives) == sorted(lives)
         assert unroll.env_steps == sum(r[4] for rows, *_ in twin for r in rows[start:stop])
         assert unroll.sequence == number
         assert set(unroll.seconds) == {"env", "policy"}
@@ -142,20 +174,27 @@ def assert_like_the_twin(spec: WorkerSpec, function: Callable[[Any], Any], unrol
 
 
 class Scheduled(gymnasium.Env):
-    """Episodes of scheduled lengths and ends; careless in every way that Gymnasium lets pass."""
+    """Episodes of scheduled lengths and ends; careless in every way that Gymnasium lets pass.
+
+    A life is lost in each of the steps ``lost`` (from 1) of every episode.
+    """
 
     observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
     action_space = spaces.Discrete(7)
     steps = 0
 
-    def __init__(self, schedule: Sequence[tuple[int, str, str]]) -> None:
+    def __init__(
+        self, schedule: Sequence[tuple[int, str, str]], lost: Collection[int] = ()
+    ) -> None:
         self._schedule, self._episode, self._now = schedule, -1, np.zeros(3)
+        self._lost = lost
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self._episode += 1
         self._now[:] = self._episode, 0, self.np_random.random()
-        return self._now, {}
+        self._lives = 9
+        return self._now, {"lives": self._lives}
 
     def step(self, action: Any) -> Any:
         Scheduled.steps += 1
@@ -171,7 +210,8 @@ class Scheduled(gymnasium.Env):
             "integer": (int(value), int),
         }[form]
         terminated, truncated = is_end and end != "truncated", is_end and end != "terminated"
-        return self._now, reward, flag(terminated), flag(truncated), {}
+        self._lives -= self._now[1] in self._lost
+        return self._now, reward, flag(terminated), flag(truncated), {"lives": self._lives}
 
 
 def by_scheduled(observation: Any) -> int:
@@ -189,15 +229,25 @@ def by_scheduled(observation: Any) -> int:
         min_size=1,
         max_size=5,
     ),
+    lost=st.sets(st.integers(1, 6)),
+    tells_lives=st.booleans(),
+    kind=st.sampled_from([GymEnvFactory, VectorFactory]),
     unroll_length=st.integers(1, 7),
     envs=st.integers(1, 3),
     seed_every_episode=st.booleans(),
 )
-def test_alignment(schedule, unroll_length, envs, seed_every_episode):
-    """Episodes end at any row: the first, the last, the only one."""
+def test_alignment(schedule, lost, tells_lives, kind, unroll_length, envs, seed_every_episode):
+    """Episodes end at any row: the first, the last, the only one. So do lives.
+
+    Stepped one by one or as one.
+    """
+    if kind is VectorFactory:  # Gymnasium's own does not take all that environments may give
+        schedule = [(length, end, form.replace("array", "plain")) for length, end, form in schedule]
     spec = told_spec(
-        lambda: Scheduled(schedule),
+        lambda: Scheduled(schedule, lost),
         by_scheduled,
+        tells_lives=tells_lives,
+        kind=kind,
         unroll_length=unroll_length,
         envs_per_worker=envs,
         seed_every_episode=seed_every_episode,
@@ -224,15 +274,82 @@ def test_conservation():
     assert sum(collected(worker).env_steps for _ in range(20)) == Scheduled.steps > 0
 
 
+@pytest.mark.parametrize("kind", [GymEnvFactory, VectorFactory])
 @pytest.mark.parametrize("seed_every_episode", [False, True])
-def test_every_number_is_where_it_belongs(seed_every_episode):
+def test_every_number_is_where_it_belongs(kind, seed_every_episode):
     spec = worker_specs(
-        *[GymEnvFactory.of(Places)] * 2, envs_per_worker=3, seed_every_episode=seed_every_episode
+        *[kind.of(Places)] * 2, envs_per_worker=3, seed_every_episode=seed_every_episode
     )[1]
     worker, checker = EnvWorker(spec), RowChecker(3, seed_every_episode)
     worker.open()
     for version in (0, 0, 1, 5, 5, 6):
         checker.check(collected(worker, version))
+
+
+def test_lives_add_up_to_the_episode():
+    """The score of a game goes on over the lives lost in it, and over the end of an unroll."""
+    spec = told_spec(
+        lambda: Scheduled([(6, "terminated", "plain"), (5, "truncated", "plain")], {2, 3}),
+        by_scheduled,
+        tells_lives=True,
+        unroll_length=4,
+        envs_per_worker=1,
+    )
+    worker = EnvWorker(spec)
+    worker.open()
+    unrolls = [collected(worker) for _ in range(4)]
+    # Rewards are -0.5, 0.5, 1.5, ...; rows 6 and 12 are reset rows, row 13 begins the third one.
+    games = [[tuple(e) for e in unroll.episodes] for unroll in unrolls]
+    assert games == [[], [(0, 1, 12.0, 6)], [(0, 3, 7.5, 5)], []]
+    lives = [[tuple(e) for e in unroll.lives] for unroll in unrolls]
+    assert lives == [
+        [(0, 1, 0.0, 2), (0, 2, 1.5, 1)],
+        [(0, 1, 10.5, 3)],
+        [(0, 0, 0.0, 2), (0, 1, 1.5, 1), (0, 3, 6.0, 2)],
+        [(0, 2, 0.0, 2), (0, 3, 1.5, 1)],
+    ]
+
+
+def test_rewards_are_raw_until_a_batch_clips_them():
+    """The learner sees 1 where the score says 7."""
+
+    class Pays(Places):
+        def step(self, action: Any) -> Any:
+            observation, _, *rest = super().step(action)
+            return observation, 7, *rest
+
+    (spec,) = worker_specs(GymEnvFactory.of(Pays), unroll_length=40)
+    worker = EnvWorker(spec)
+    worker.open()
+    unroll = collected(worker)
+    assert unroll.episodes
+    assert all(episode.ret == 7 * episode.length for episode in unroll.episodes)
+    buffer = ReplayBuffer(capacity=200)
+    buffer.build(spec.env_spec, SampleSpec(50, reward_clip=1.0), StreamLayout(2, 40), 10)
+    buffer.add(unroll)
+    assert buffer.sample().reward.tolist() == [1.0] * 50
+
+
+@pytest.mark.parametrize("kind", [GymEnvFactory, VectorFactory])
+def test_extras_are_noted_in_every_row(kind):
+    """Also in reset rows, whose observation is the final one: a bootstrap value is noted there."""
+
+    class Noting(PlacesPolicy):
+        def act(self, observation: Any, generator: Any) -> Any:
+            action, _ = super().act(observation, generator)
+            return action, {"seen": observation["observation"].sum(1).astype("f4")}
+
+    class Recipe:
+        extras_spec: ClassVar[dict[str, Any]] = {"seen": ArraySpec((), "float32")}
+        __call__ = Noting
+
+    (spec,) = worker_specs(kind.of(Places), policy_factory=Recipe(), unroll_length=20)
+    worker = EnvWorker(spec)
+    worker.open()
+    unroll = collected(worker)
+    assert not unroll.valid.all()
+    seen = unroll.observation["observation"][:-1].sum(-1).astype("f4")
+    assert np.array_equal(unroll.extras["seen"], seen)
 
 
 def test_draws_follow_from_seed_stream_and_unroll_alone():
@@ -252,6 +369,7 @@ def test_draws_follow_from_seed_stream_and_unroll_alone():
 def test_global_generators_are_left_alone():
     state = np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
+    @recipe
     def policy(env_spec: EnvSpec, *rest: Any) -> Told:
         torch.nn.Linear(3, 3)  # draws its first weights
         return Told(by_scheduled, env_spec)
@@ -469,6 +587,13 @@ def test_step_limit_of_an_evaluation():
     worker.close()
 
 
+def test_a_lost_life_ends_no_evaluation_episode():
+    schedule = [(6, "terminated", "plain")]
+    spec = told_spec(lambda: Scheduled(schedule, {2, 3}), by_scheduled, tells_lives=True)
+    result = EnvWorker(spec).evaluate(snapshot(0), REQUEST)
+    assert (result.returns, result.lengths, result.cut) == ((12.0,) * 11, (6,) * 11, 0)
+
+
 def test_no_episodes_at_all():
     (spec,) = worker_specs(GymEnvFactory.of(Places))
     result = EnvWorker(spec).evaluate(snapshot(0), REQUEST._replace(episodes=0))
@@ -478,6 +603,7 @@ def test_no_episodes_at_all():
 def test_evaluation_is_greedy_with_a_policy_of_its_own():
     asked = []
 
+    @recipe
     def policy(env_spec: EnvSpec, streams: Any, num_streams: int, greedy: bool) -> Told:
         asked.append(greedy)
         return Told(lambda observation: 0, env_spec)
