@@ -17,6 +17,8 @@ from torch.nn import functional
 from actorlearner.config import Settings, setting
 from actorlearner.contracts import (
     Array,
+    ArraySpec,
+    BadInput,
     Batch,
     EnvSpec,
     Observation,
@@ -26,7 +28,7 @@ from actorlearner.contracts import (
     StepOutput,
     UnsupportedSpace,
 )
-from actorlearner.networks import MLP, DuelingHead, FlatEncoder
+from actorlearner.networks import MLP, DuelingHead, Encoder, Torso
 from actorlearner.schedules import check_knots, piecewise
 
 Schedule: TypeAlias = tuple[tuple[float, float], ...]
@@ -38,7 +40,7 @@ class DQNSettings(Settings):
 
     group = "agent"
 
-    learning_rate: float | Schedule = setting(1e-3, low=0)
+    learning_rate: float | Schedule = setting(1e-3, low=0, live=True)
     """Of Adam: a number, or knots (env steps, rate), linear between, constant after."""
     adam_epsilon: float = setting(1e-8, above=0)
     """Of Adam."""
@@ -54,15 +56,27 @@ class DQNSettings(Settings):
     """Choose the bootstrap action by the online network, value it by the target network."""
     dueling: bool = True
     """Split action values into a state value and advantages."""
+    torso: Torso = "auto"
+    """Of images: auto, mlp, nature, minatar; auto goes by their size."""
     hidden: tuple[int, ...] = setting((128, 128), low=1)
     """Width of each hidden layer."""
+    dueling_hidden: int | None = setting(None, low=1)
+    """Width of a hidden layer in each dueling stream; null for none."""
     target_every_updates: int = setting(250, low=1)
     """Updates between copies of the online into the target network."""
+    target_tau: float | None = setting(None, above=0, high=1)
+    """The target network moves this share of the way after every update; null makes copies."""
     epsilon: Schedule = setting(((0, 1.0), (10_000, 0.05)), low=0)
     """Knots (env steps, probability of a random action), linear between, constant after."""
+    epsilon_base: float | None = setting(None, low=0, high=1)
+    """Each stream keeps an epsilon of its own, from this one down; null follows ``epsilon``."""
+    epsilon_alpha: float = setting(7, low=0)
+    """The last stream has ``epsilon_base ** (1 + epsilon_alpha)``."""
 
     def check(self) -> None:
         """Knots must be sorted, probabilities at most 1, and something must be learned."""
+        if self.dueling_hidden is not None and not self.dueling:
+            raise SettingError(f"{self.key('dueling_hidden')}={self.dueling_hidden}: needs dueling")
         if max(probability for _, probability in self._knots("epsilon")) > 1:
             raise SettingError(f"{self.key('epsilon')}={self.epsilon}: a probability is at most 1")
         if max(rate for _, rate in self._knots("learning_rate")) <= 0:
@@ -80,6 +94,16 @@ class DQNSettings(Settings):
         return knots
 
 
+def epsilon_ladder(base: float, alpha: float, num_streams: int) -> Array:
+    """A fixed epsilon for each stream: ``[num_streams]``, ``base ** (1 + alpha * i / (N - 1))``.
+
+    Horgan et al. 2018, section 4.1. One stream alone gets the geometric middle.
+    """
+    place_N = np.linspace(0, 1, num_streams) if num_streams > 1 else np.array([0.5])
+    epsilon_N: Array = base ** (1 + alpha * place_N)
+    return epsilon_N
+
+
 class QNetwork(nn.Module):
     """Action values of an observation."""
 
@@ -88,55 +112,83 @@ class QNetwork(nn.Module):
 
         Args:
             env_spec: fixes inputs and the number of actions.
-            settings: ``hidden`` and ``dueling``.
+            settings: ``torso``, ``hidden``, ``dueling`` and ``dueling_hidden``.
+
+        Raises:
+            UnsupportedSpace: the observation does not suit ``torso``.
         """
         super().__init__()
         num_actions = env_spec.action.categories[0]
-        self.encoder = FlatEncoder(env_spec.observation)
-        self.torso = MLP(self.encoder.size, settings.hidden)
-        head = DuelingHead if settings.dueling else nn.Linear
-        self.head = head(self.torso.size, num_actions)
+        self.encoder = Encoder(env_spec.observation, settings.torso)
+        self.hidden = MLP(self.encoder.size, settings.hidden)
+        self.head: nn.Module
+        if settings.dueling:
+            stream = () if settings.dueling_hidden is None else (settings.dueling_hidden,)
+            self.head = DuelingHead(self.hidden.size, num_actions, stream)
+        else:
+            self.head = nn.Linear(self.hidden.size, num_actions)
 
     def forward(self, observation: Mapping[str, Tensor]) -> Tensor:
-        """``[B, A]`` from tensors ``[B, ...]``."""
+        """``[B, A]`` from tensors ``[B, *stacked_shape]``."""
         dtype = next(self.parameters()).dtype
-        values: Tensor = self.head(self.torso(self.encoder(observation, dtype)))
+        values: Tensor = self.head(self.hidden(self.encoder(observation, dtype)))
         return values
 
 
 class EpsilonGreedyPolicy:
     """The best action by a copy of the online network; a random one with probability epsilon."""
 
-    def __init__(self, network: QNetwork, num_actions: int, greedy: bool) -> None:
+    EXTRAS = ("action_value", "greedy_value")
+    """What it can note of each row: the value of the action taken, and the highest of any."""
+
+    def __init__(
+        self,
+        network: QNetwork,
+        num_actions: int,
+        epsilon: float | Array | None,
+        extras: Sequence[str] = (),
+    ) -> None:
         """Act with ``network`` once `load` has filled it.
 
         Args:
             network: on the CPU.
             num_actions: ``A``.
-            greedy: never act at random.
+            epsilon: of all streams, or of each (``[B]``); None takes that of each snapshot.
+            extras: those of `EXTRAS` that are asked for.
         """
         self._network = network.requires_grad_(False)
         self._parameters = dict(network.state_dict(keep_vars=True))
         self._num_actions = num_actions
-        self._greedy = greedy
-        self._epsilon = 0.0
+        self._fixed_epsilon = epsilon
+        self._epsilon: float | Array = 0.0
+        self._extras = tuple(extras)
 
     def load(self, snapshot: Snapshot) -> None:
         """See `contracts.Policy`."""
         for name, parameter in self._parameters.items():
             parameter.copy_(torch.from_numpy(snapshot.arrays[name]))
-        self._epsilon = 0.0 if self._greedy else snapshot.scalars["epsilon"]
+        fixed = self._fixed_epsilon
+        self._epsilon = snapshot.scalars["epsilon"] if fixed is None else fixed
 
-    def act(self, observation: Observation, generator: np.random.Generator) -> Array:
+    def act(
+        self, observation: Observation, generator: np.random.Generator
+    ) -> tuple[Array, dict[str, Array]]:
         """See `contracts.Policy`; an independent coin for each stream."""
         with torch.inference_mode():
             values = self._network({k: torch.from_numpy(v) for k, v in observation.items()})
-            action_B: Array = values.argmax(1).numpy()
-        if self._epsilon > 0:
+            values_BA: Array = values.numpy()
+        action_B: Array = values_BA.argmax(1)
+        if np.any(self._epsilon):
             explores_B = generator.random(len(action_B)) < self._epsilon
             random_B = generator.integers(self._num_actions, size=len(action_B))
             action_B = np.where(explores_B, random_B, action_B)
-        return action_B
+        if not self._extras:
+            return action_B, {}
+        noted = {
+            "action_value": np.take_along_axis(values_BA, action_B[:, None], 1)[:, 0],
+            "greedy_value": values_BA.max(1),
+        }
+        return action_B, {name: noted[name] for name in self._extras}
 
 
 @dataclass(frozen=True)
@@ -144,13 +196,26 @@ class PolicyRecipe:
     """Makes an `EpsilonGreedyPolicy`; it travels to workers."""
 
     settings: DQNSettings
+    extras: tuple[str, ...] = ()
+
+    @property
+    def extras_spec(self) -> dict[str, ArraySpec]:
+        """See `contracts.PolicyFactory`."""
+        return {name: ArraySpec((), "float32") for name in self.extras}
 
     def __call__(
         self, env_spec: EnvSpec, streams: Sequence[int], num_streams: int, greedy: bool
     ) -> EpsilonGreedyPolicy:
         """See `contracts.PolicyFactory`."""
-        network = QNetwork(env_spec, self.settings)
-        return EpsilonGreedyPolicy(network, env_spec.action.categories[0], greedy)
+        s = self.settings
+        network = QNetwork(env_spec, s)
+        epsilon: float | Array | None = None
+        if greedy:
+            epsilon = 0.0
+        elif s.epsilon_base is not None:
+            ladder_N = epsilon_ladder(s.epsilon_base, s.epsilon_alpha, num_streams)
+            epsilon = ladder_N[list(streams)]
+        return EpsilonGreedyPolicy(network, env_spec.action.categories[0], epsilon, self.extras)
 
 
 class DQN(nn.Module):
@@ -193,7 +258,9 @@ class DQN(nn.Module):
 
     @property
     def scalars(self) -> dict[str, float]:
-        """See `contracts.Agent`: the probability of a random action."""
+        """See `contracts.Agent`: the probability of a random action, if all streams share one."""
+        if self.settings.epsilon_base is not None:
+            return {}
         return {"epsilon": piecewise(self.settings.epsilon, self.current_step)}
 
     @property
@@ -202,9 +269,13 @@ class DQN(nn.Module):
         rate = self.settings.learning_rate
         return piecewise(rate, self.current_step) if isinstance(rate, tuple) else rate
 
-    def policy_factory(self) -> PolicyRecipe:
+    def policy_factory(self, extras: Sequence[str] = ()) -> PolicyRecipe:
         """See `contracts.Agent`."""
-        return PolicyRecipe(self.settings)
+        for name in extras:
+            if name not in EpsilonGreedyPolicy.EXTRAS:
+                known = ", ".join(EpsilonGreedyPolicy.EXTRAS)
+                raise BadInput(f"extras={name}: a DQN policy notes only {known}")
+        return PolicyRecipe(self.settings, tuple(extras))
 
     def snapshot(self, version: int) -> Snapshot:
         """See `contracts.Agent`."""
@@ -214,10 +285,18 @@ class DQN(nn.Module):
         }
         return Snapshot(version, arrays, self.scalars)
 
+    def change(self, values: Mapping[str, Any]) -> None:
+        """See `contracts.Agent`."""
+        self.settings = self.settings.changed(values)
+
     def configure_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """See `contracts.Agent`."""
+        parameters = list(self.online.parameters())
         self._optimizer = torch.optim.Adam(
-            self.online.parameters(), lr=self.learning_rate, eps=self.settings.adam_epsilon
+            parameters,
+            lr=self.learning_rate,
+            eps=self.settings.adam_epsilon,
+            fused=parameters[0].device.type in ("cpu", "cuda"),  # not on every device
         )
         return {"q": self._optimizer}
 
@@ -252,5 +331,16 @@ class DQN(nn.Module):
         """See `contracts.Agent`."""
         for group in self._optimizer.param_groups if self._optimizer else []:
             group["lr"] = self.learning_rate
-        if updates % self.settings.target_every_updates == 0:
-            self.target.load_state_dict(self.online.state_dict())
+        self._update_target(updates)
+
+    @torch.no_grad()
+    def _update_target(self, updates: int) -> None:
+        tau = self.settings.target_tau
+        if tau is None:
+            if updates % self.settings.target_every_updates == 0:
+                self.target.load_state_dict(self.online.state_dict())
+            return
+        for old, new in zip(self.target.parameters(), self.online.parameters(), strict=True):
+            old.lerp_(new, tau)
+        for kept, fresh in zip(self.target.buffers(), self.online.buffers(), strict=True):
+            kept.copy_(fresh)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,16 @@ import torch
 
 from actorlearner import checkpoint
 from actorlearner.agents.dqn import DQN
-from actorlearner.contracts import Agent, ArraySpec, Batch, EnvSpec, Snapshot
+from actorlearner.contracts import Agent, ArraySpec, Batch, EnvSpec, Observation, Snapshot
 from tests.tiny import Regressor
 
 ENV_SPEC = EnvSpec(
     "Mixed",
-    {"observation": ArraySpec((3,), "float32"), "kind": ArraySpec((), "int64", (4,))},
+    {
+        "observation": ArraySpec((3,), "float32"),
+        "kind": ArraySpec((), "int64", (4,)),
+        "image": ArraySpec((5, 4), "uint8", stack=2),
+    },
     ArraySpec((), "int64", (3,)),
 )
 
@@ -27,7 +31,25 @@ AGENTS: dict[str, Callable[[], Agent]] = {
     "dqn_plain": lambda: DQN(
         hidden=(16, 16), batch_size=16, learning_rate=0.01, double=False, dueling=False, n_step=3
     ),
+    "dqn_as_in_ape_x": lambda: DQN(
+        hidden=(16,),
+        batch_size=16,
+        learning_rate=0.01,
+        dueling_hidden=8,
+        torso="mlp",
+        target_tau=0.01,
+        epsilon_base=0.4,
+    ),
 }
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Two threads wait for each other for minutes where another process wants the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=AGENTS)
@@ -50,6 +72,7 @@ def batch_for(agent: Any, seed: int = 0) -> Batch:
         return {
             "observation": torch.randn(count, 3, generator=g),
             "kind": torch.randint(4, (count,), generator=g),
+            "image": torch.randint(256, (count, 2, 5, 4), generator=g, dtype=torch.uint8),
         }
 
     return Batch(
@@ -61,6 +84,14 @@ def batch_for(agent: Any, seed: int = 0) -> Batch:
         weight=torch.ones(count),
         keys=np.arange(count),
     )
+
+
+def seen(count: int) -> Observation:
+    """What a policy gets for ``count`` streams."""
+    ones = {
+        key: np.ones((count, *s.stacked_shape), s.dtype) for key, s in ENV_SPEC.observation.items()
+    }
+    return ones | {"kind": np.arange(count)}
 
 
 def learn(agent: Any, optimizers: Any, batches: list[Batch], first_update: int = 1) -> list[float]:
@@ -179,11 +210,11 @@ def test_the_policy_travels_light_and_acts(make: Callable[[], Any]) -> None:
     assert snapshot.version == 7
     policy = cloudpickle.loads(payload)(ENV_SPEC, (4, 5), 8, False)
     policy.load(snapshot)
-    observation = {"observation": np.zeros((2, 3), np.float32), "kind": np.array([0, 3])}
-    action = policy.act(observation, np.random.default_rng(0))
+    action, extras = policy.act(seen(2), np.random.default_rng(0))
     assert action.shape == (2,)
     assert action.dtype == np.dtype(ENV_SPEC.action.dtype)
     assert all(0 <= a < 3 for a in action)
+    assert extras == {} == agent.policy_factory().extras_spec
 
 
 def test_the_policy_copies_the_snapshot(make: Callable[[], Any]) -> None:
@@ -192,11 +223,10 @@ def test_the_policy_copies_the_snapshot(make: Callable[[], Any]) -> None:
     arrays = {name: array.copy() for name, array in snapshot.arrays.items()}
     policy = agent.policy_factory()(ENV_SPEC, (0,), 1, True)
     policy.load(Snapshot(0, arrays, snapshot.scalars))
-    observation = {"observation": np.ones((4, 3), np.float32), "kind": np.arange(4)}
-    before = policy.act(observation, np.random.default_rng(0))
+    before, _ = policy.act(seen(4), np.random.default_rng(0))
     for array in arrays.values():
         array[...] = np.random.default_rng(1).normal(size=array.shape)
-    assert np.array_equal(before, policy.act(observation, np.random.default_rng(0)))
+    assert np.array_equal(before, policy.act(seen(4), np.random.default_rng(0))[0])
 
 
 def test_the_tests_own_agent_keeps_the_contract_too() -> None:

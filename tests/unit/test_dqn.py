@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from actorlearner.agents.dqn import DQN, EpsilonGreedyPolicy
+from actorlearner.agents.dqn import DQN, EpsilonGreedyPolicy, PolicyRecipe, epsilon_ladder
 from actorlearner.contracts import (
     ArraySpec,
+    BadInput,
     Batch,
     EnvSpec,
     SettingError,
@@ -32,6 +33,17 @@ def set_values(network: torch.nn.Module, values: Any) -> None:
     with torch.no_grad():
         network.head.weight.copy_(torch.tensor(values, dtype=torch.float32).T)
         network.head.bias.zero_()
+
+
+def interval(trials: int, probability: float, coverage: float = 0.999) -> tuple[int, int]:
+    """The central interval of a binomial count, from its exact distribution."""
+    counts = range(trials + 1)
+    log_choices = [-math.lgamma(k + 1) - math.lgamma(trials - k + 1) for k in counts]
+    log_odds = math.log(probability / (1 - probability))
+    logs = np.array(log_choices) + log_odds * np.arange(trials + 1)
+    below = np.exp(logs - logs.max()).cumsum()
+    low, high = np.searchsorted(below / below[-1], [(1 - coverage) / 2, (1 + coverage) / 2])
+    return int(low), int(high)
 
 
 def batch_of(size: int, num_actions: int, count: int, seed: int = 0) -> Batch:
@@ -182,6 +194,32 @@ class TestTarget:
                 copied.append(update)
         assert copied == [3, 6, 9]
 
+    @pytest.mark.parametrize("tau", [0.25, 1.0])
+    def test_moves_by_tau_after_every_update(self, tau: float) -> None:
+        agent = make(target_tau=tau, hidden=(4,), target_every_updates=2)
+        generator = np.random.default_rng(0)
+        expected = {n: t.double().numpy() for n, t in agent.target.state_dict().items()}
+        for update in range(1, 6):
+            with torch.no_grad():
+                for name, parameter in agent.online.named_parameters():
+                    new = generator.normal(size=parameter.shape)
+                    parameter.copy_(torch.from_numpy(new))
+                    expected[name] = tau * new + (1 - tau) * expected[name]
+            agent.after_step("q", update)
+            for name, tensor in agent.target.state_dict().items():
+                np.testing.assert_allclose(tensor, expected[name], atol=1e-6)
+        assert not any(parameter.requires_grad for parameter in agent.target.parameters())
+
+    @pytest.mark.parametrize("tau", [0.25, None])
+    def test_buffers_are_copied(self, tau: float | None) -> None:
+        agent = make(target_tau=tau, target_every_updates=1)
+        for network in (agent.online, agent.target):
+            network.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        agent.online.count += 7
+        agent.after_step("q", 1)
+        agent.online.count += 1
+        assert agent.target.count == 7
+
     def test_build_twice_keeps_the_weights(self) -> None:
         agent = make()
         before = agent.online.head.weight
@@ -216,6 +254,54 @@ class TestEpsilon:
     def test_refuses_bad_knots(self, knots: Any, message: str) -> None:
         with pytest.raises(SettingError, match=rf"^agent.epsilon=.*{message}"):
             DQN(epsilon=knots)
+
+
+class TestEpsilonOfEachStream:
+    @pytest.mark.parametrize(
+        ("num_streams", "exponents"),
+        [
+            (1, [4.5]),
+            (2, [1, 8]),
+            (8, [1, 2, 3, 4, 5, 6, 7, 8]),
+            (360, [1 + 7 * i / 359 for i in range(360)]),
+        ],
+    )
+    def test_exact_values(self, num_streams: int, exponents: list[float]) -> None:
+        """E.1 item 7: Horgan et al. 2018."""
+        expected = [0.4**exponent for exponent in exponents]
+        assert epsilon_ladder(0.4, 7, num_streams).tolist() == pytest.approx(expected, rel=1e-12)
+
+    def test_each_explores_at_its_own_rate(self) -> None:
+        """E.1 item 7: 20,000 steps of each stream, in the 99.9 % binomial interval.
+
+        The worker has streams 2 to 6 of 8, each of them 20,000 times.
+        """
+        count, base, alpha = 20_000, 0.5, 3
+        agent = make(epsilon_base=base, epsilon_alpha=alpha)
+        set_values(agent.online, [[1.0, 2.0, 0.0], [0.0, 5.0, 0.0]])
+        streams = tuple(range(2, 7)) * count
+        policy = agent.policy_factory()(vector_spec(2, 3), streams, 8, False)
+        agent.current_step = 10**9
+        policy.load(agent.snapshot(0))
+        observation = {"observation": np.tile(np.eye(2, dtype=np.float32), (len(streams) // 2, 1))}
+        action, _ = policy.act(observation, np.random.default_rng(0))
+        for stream, actions in zip(range(2, 7), action.reshape(count, 5).T, strict=True):
+            epsilon = base ** (1 + alpha * stream / 7)
+            low, high = interval(count, epsilon * 2 / 3)
+            assert low <= np.count_nonzero(actions != 1) <= high, stream
+
+    def test_a_greedy_policy_knows_none(self) -> None:
+        agent = make(epsilon_base=1.0, epsilon_alpha=0)
+        set_values(agent.online, [[1.0, 2.0, 0.0], [0.0, 5.0, 0.0]])
+        policy = agent.policy_factory()(vector_spec(2, 3), (0,) * 100, 1, True)
+        policy.load(agent.snapshot(0))
+        observation = {"observation": np.tile(np.eye(2, dtype=np.float32), (50, 1))}
+        assert (policy.act(observation, np.random.default_rng(0))[0] == 1).all()
+
+    def test_snapshots_carry_no_epsilon(self) -> None:
+        agent = make(epsilon_base=0.4)
+        assert agent.scalars == {}
+        assert agent.snapshot(0).scalars == {}
 
 
 class TestLearningRate:
@@ -255,11 +341,24 @@ class TestSettings:
     def test_the_optimizer_gets_them(self) -> None:
         agent = make(learning_rate=0.125, adam_epsilon=0.5)
         (group,) = agent.configure_optimizers()["q"].param_groups
-        assert (group["lr"], group["eps"]) == (0.125, 0.5)
+        assert (group["lr"], group["eps"], group["fused"]) == (0.125, 0.5, True)
         assert {id(p) for p in group["params"]} == {id(p) for p in agent.online.parameters()}
 
     @pytest.mark.parametrize(
-        "settings", [{"gamma": 1.01}, {"learning_rate": 0}, {"hidden": (0,)}, {"n_step": 0}]
+        "settings",
+        [
+            {"gamma": 1.01},
+            {"learning_rate": 0},
+            {"hidden": (0,)},
+            {"n_step": 0},
+            {"torso": "resnet"},
+            {"dueling_hidden": 0},
+            {"dueling_hidden": 8, "dueling": False},
+            {"target_tau": 0.0},
+            {"target_tau": 1.01},
+            {"epsilon_base": 1.01},
+            {"epsilon_alpha": -1},
+        ],
     )
     def test_out_of_bounds(self, settings: dict[str, Any]) -> None:
         with pytest.raises(SettingError, match=f"^agent.{next(iter(settings))}="):
@@ -280,6 +379,24 @@ class TestSettings:
         assert str(caught.value) == f"DQN needs a Discrete action space; Pendulum-v1 has {space}"
 
 
+class TestNetwork:
+    def test_the_network_of_the_annotated_page_has_its_size(self) -> None:
+        """The spec's seed: labml's dueling network of Atari."""
+        agent = DQN(torso="nature", hidden=[512], dueling_hidden=256)
+        frames = {"observation": ArraySpec((84, 84), "uint8", stack=4)}
+        agent.build(EnvSpec("Breakout", frames, ArraySpec((), "int64", (4,))))
+        assert sum(parameter.numel() for parameter in agent.online.parameters()) == 1_948_069
+
+    def test_the_torso_is_that_of_the_settings(self) -> None:
+        frames = {"observation": ArraySpec((40, 40), "uint8")}
+        sizes = {}
+        for torso in ("auto", "nature", "minatar", "mlp"):
+            agent = DQN(torso=torso)
+            agent.build(EnvSpec("Images", frames, ArraySpec((), "int64", (4,))))
+            sizes[torso] = agent.online.encoder.size
+        assert sizes == {"auto": 64, "nature": 64, "minatar": 16 * 38 * 38, "mlp": 1600}
+
+
 class TestPolicy:
     def policy(self, agent: DQN, greedy: bool = False, num_actions: int = 3) -> EpsilonGreedyPolicy:
         return agent.policy_factory()(vector_spec(2, num_actions), (0,), 1, greedy)
@@ -291,7 +408,7 @@ class TestPolicy:
         policy.load(Snapshot(0, agent.snapshot(0).arrays, {"epsilon": epsilon}))
         observation = {"observation": np.tile(np.eye(2, dtype=np.float32), (count // 2, 1))}
         generator = np.random.default_rng(0)
-        return np.stack([policy.act(observation, generator) for _ in range(2)])
+        return np.stack([policy.act(observation, generator)[0] for _ in range(2)])
 
     def test_without_epsilon_it_takes_the_best(self) -> None:
         assert (self.acts(make(), epsilon=0.0) == 1).all()
@@ -314,7 +431,7 @@ class TestPolicy:
         policy.load(Snapshot(0, make().snapshot(0).arrays, {"epsilon": 0.5}))
         observation = {"observation": np.zeros((50, 2), np.float32)}
         before = torch.get_rng_state(), np.random.get_state(legacy=True)[1]
-        first, again = (policy.act(observation, np.random.default_rng(7)) for _ in range(2))
+        first, again = (policy.act(observation, np.random.default_rng(7))[0] for _ in range(2))
         assert np.array_equal(first, again)
         assert torch.equal(before[0], torch.get_rng_state())
         assert np.array_equal(before[1], np.random.get_state(legacy=True)[1])
@@ -345,4 +462,43 @@ class TestPolicy:
         policy.load(agent.snapshot(0))
         set_values(agent.online, [[9.0, 2.0, 0.0], [9.0, 5.0, 0.0]])
         observation = {"observation": np.eye(2, dtype=np.float32)}
-        assert policy.act(observation, np.random.default_rng(0)).tolist() == [1, 1]
+        assert policy.act(observation, np.random.default_rng(0))[0].tolist() == [1, 1]
+
+
+class TestExtras:
+    def act(self, extras: tuple[str, ...]) -> tuple[PolicyRecipe, Any, dict[str, Any]]:
+        """What a policy does and notes in 50 pairs of states; half of the actions are random."""
+        agent = make(epsilon=[(0, 0.5)])
+        set_values(agent.online, [[1.0, 2.0, 0.0], [0.25, 5.0, 0.5]])
+        recipe = agent.policy_factory(extras)
+        policy = recipe(vector_spec(2, 3), (0,) * 100, 1, False)
+        policy.load(agent.snapshot(0))
+        observation = {"observation": np.tile(np.eye(2, dtype=np.float32), (50, 1))}
+        return recipe, *policy.act(observation, np.random.default_rng(0))
+
+    def test_values_of_the_action_taken_and_of_the_best(self) -> None:
+        _, action, extras = self.act(("action_value", "greedy_value"))
+        values = [[1.0, 2.0, 0.0], [0.25, 5.0, 0.5]] * 50
+        assert set(action) == {0, 1, 2}
+        assert extras["action_value"].tolist() == [
+            v[a] for v, a in zip(values, action, strict=True)
+        ]
+        assert extras["greedy_value"].tolist() == [max(v) for v in values]
+
+    @pytest.mark.parametrize(
+        "names", [(), ("greedy_value",), ("greedy_value", "action_value")], ids=str
+    )
+    def test_only_what_is_asked_for_as_the_spec_says(self, names: tuple[str, ...]) -> None:
+        recipe, action, extras = self.act(names)
+        assert tuple(extras) == names
+        assert recipe.extras_spec == {name: ArraySpec((), "float32") for name in names}
+        assert all(a.dtype == np.float32 and a.shape == (100,) for a in extras.values())
+        assert np.array_equal(action, self.act(())[1])
+
+    def test_names_those_that_it_knows(self) -> None:
+        with pytest.raises(BadInput) as caught:
+            DQN().policy_factory(("action_value", "entropy"))
+        assert (
+            str(caught.value)
+            == "extras=entropy: a DQN policy notes only action_value, greedy_value"
+        )
