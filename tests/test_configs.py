@@ -18,6 +18,7 @@ from actorlearner.evaluate import EvaluationSettings
 from actorlearner.launch.local import LaunchSettings
 from actorlearner.replay import ReplaySettings
 from actorlearner.run import CommandSettings, main
+from actorlearner.suites import AtariSettings, MinAtarSettings
 from actorlearner.trainer import TrainerSettings
 from tests.command import metrics
 
@@ -25,7 +26,9 @@ CONFIGS = config_dir()
 
 SETTINGS: dict[str, type[Settings]] = {
     "agent/dqn": DQNSettings,
+    "env/atari": AtariSettings,
     "env/gym": EnvSettings,
+    "env/minatar": MinAtarSettings,
     "evaluation/default": EvaluationSettings,
     "launch/local": LaunchSettings,
     "replay/prioritized": ReplaySettings,
