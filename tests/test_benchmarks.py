@@ -1,0 +1,355 @@
+"""The benchmarks in tiny configurations: what they tell, never how fast anything is."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+
+from actorlearner.contracts import BadInput, Batch, EnvFactory, Snapshot, StreamLayout
+from actorlearner.envs import GymEnvFactory
+from actorlearner.suites import AtariSettings
+from actorlearner.worker import probe
+from tests.command import ROOT, Command
+from tests.tiny import Treadmill
+
+BENCHMARKS = ROOT / "benchmarks"
+FACTS = {"time", "commit", "source", "cpu", "cores", "platform", "python", "versions"}
+SMALL = ["workers=2", "agent.hidden=[16]", "replay.capacity=5000", "device=cpu"]
+
+
+def check(result: dict[str, Any], script: str) -> dict[str, Any]:
+    """``result``, which must say what measured where."""
+    assert result["benchmark"] == script
+    assert set(result) >= FACTS
+    assert result["cores"] >= 1
+    assert result["versions"]["torch"]
+    return result
+
+
+def load(script: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A benchmark as a module."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module(script)
+
+
+@pytest.fixture
+def learning(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """benchmarks/learning.py as a module."""
+    return load("learning", monkeypatch)
+
+
+class Called(NamedTuple):
+    """What a benchmark returned and reported."""
+
+    code: int
+    result: dict[str, Any]
+    out: str
+
+
+Call: TypeAlias = Callable[[str, str], Called]
+
+
+@pytest.fixture
+def call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Iterator[Call]:
+    """Runs a benchmark in this process, below ``tmp_path``."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(Batch, "to", Batch.to)  # the learner's puts a clock into it
+    monkeypatch.chdir(tmp_path)
+
+    def call(script: str, arguments: str) -> Called:
+        monkeypatch.setattr(sys, "argv", [script, *shlex.split(arguments)])
+        code = load(script, monkeypatch).main() or 0
+        out = capsys.readouterr().out
+        return Called(code, check(json.loads(out.splitlines()[-1]), script), out)
+
+    yield call
+    torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------------------------- env steps
+
+
+def test_env_steps_tells_ours_and_the_limit(tmp_path: Path) -> None:
+    short = "--seconds 0.2 --warmup 0.1 --pairs 2 --search-seconds 0.1 --limit-envs 2,4"
+    arguments = [*SMALL, *short.split(), "--out", "lines"]
+    with Command(arguments, tmp_path, BENCHMARKS / "env_steps.py") as command:
+        assert command.wait().code == 0, command.err
+        assert command.leaves_nothing()
+    assert command.err == ""
+    result = check(json.loads(command.out.splitlines()[-1]), "env_steps")
+    assert json.loads((tmp_path / "lines").read_text()) == result
+    assert result["env"] == "CartPole-v1"
+    assert result["env_class"] == "SyncVectorEnv"
+    assert (result["workers"], result["unroll_length"]) == (2, 16)
+    tried = {int(count): rate for count, rate in result["limit_search"].items()}
+    assert set(tried) == {2, 4}
+    best = max(tried, key=lambda count: tried[count])
+    assert result["envs_per_worker"] == result["limit_envs_per_process"] == best
+    assert len(result["ratios"]) == 2
+    assert result["ratio"] == pytest.approx(sum(result["ratios"]) / 2, abs=1e-3)
+    for pair in result["pairs"]:
+        quotient = pair["env_steps_per_s"] / pair["limit_per_s"]
+        assert pair["ratio"] == pytest.approx(quotient, abs=1e-3)
+    assert 0.01 < result["ratio"] < 10
+    assert result["ratio_per_core_s"] > 0
+    assert 50 < result["bytes_per_unroll"] <= result["bytes_per_unroll_max"]
+    assert 0 < result["first_env_step_s"] < 60
+    assert result["settings"][: len(SMALL)] == SMALL
+    assert result["settings"][-1] == f"envs_per_worker={best}"
+
+
+def test_env_steps_refuses_what_the_command_refuses(call: Call) -> None:
+    with pytest.raises(BadInput, match="did you mean workers"):
+        call("env_steps", "worker=2")
+
+
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGINT, ["--skip-start-up"]),
+        (signal.SIGTERM, ["--skip-start-up"]),
+        pytest.param(signal.SIGTERM, [], marks=pytest.mark.slow),  # in the start-up
+    ],
+)
+def test_env_steps_leaves_nothing_when_interrupted(
+    number: signal.Signals, options: list[str], tmp_path: Path
+) -> None:
+    endless = ["--seconds", "1000", "--warmup", "0", "--search-seconds", "0.1", "--limit-envs", "2"]
+    arguments = [*SMALL, *endless, *options]
+    with Command(arguments, tmp_path, BENCHMARKS / "env_steps.py") as command:
+        command.wait_until(lambda: command.worker(1))
+        command.signal(number, group=number == signal.SIGINT)
+        assert command.wait().code == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+        assert command.leaves_nothing()
+    assert command.err == ""
+
+
+def limit_of(limit: ModuleType, factory: EnvFactory, num_envs: int) -> Any:
+    """A recipe of one process that acts with 0 only."""
+
+    class Still:
+        def load(self, snapshot: Snapshot) -> None: ...
+
+        def act(self, observation: Any, generator: Any) -> tuple[Any, dict[str, Any]]:
+            return np.zeros(num_envs, np.int64), {}
+
+    spec, snapshot = probe(factory), Snapshot(0, {})
+    return limit.Recipe(factory, spec, lambda *_: Still(), snapshot, num_envs, processes=1)
+
+
+def test_the_limit_does_not_count_resets(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = load("limit", monkeypatch)
+    factory = GymEnvFactory.of(partial(Treadmill, True, False, limit=4))
+    recipe = limit_of(limit, factory, num_envs=3)
+    steps = limit._steps(recipe, 0, limit.vector_env(recipe))
+    assert [next(steps) for _ in range(11)] == [3, 3, 3, 3, 0, 3, 3, 3, 3, 0, 3]
+
+
+def test_the_limit_plays_the_same_atari_as_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ale_py")
+    limit = load("limit", monkeypatch)
+    settings = AtariSettings(
+        frame_skip=3, frame_stack=2, screen_size=42, sticky_actions=0.3, noop_max=5,
+        fire_on_reset=True, full_action_space=True, max_frames=60,
+    )  # fmt: skip
+    factory = settings.factory()
+    ours = factory.vector(2)
+    assert ours is not None
+    envs = limit.vector_env(limit_of(limit, factory, num_envs=2))
+    try:
+        assert isinstance(envs, type(ours))
+        generator = np.random.default_rng(0)
+        seeds: Any = np.array([3, 4])
+        (frame, _), (stack, _) = ours.reset(seed=seeds), envs.reset(seed=seeds)
+        ends = 0
+        for _ in range(60):
+            assert stack.shape == (2, 2, 42, 42)
+            assert np.array_equal(stack[:, -1:], frame)
+            action = generator.integers(18, size=2)
+            frame, *outcome, _ = ours.step(action)
+            stack, *same, _ = envs.step(action)
+            assert all(np.array_equal(a, b) for a, b in zip(outcome, same, strict=True))
+            ends += int(outcome[2].sum())
+        assert ends >= 2, "max_frames were kept"
+    finally:
+        ours.close()
+        envs.close()
+
+
+# ------------------------------------------------------------------------- replay and learner
+
+
+def test_replay_tells_speed_and_size(call: Call) -> None:
+    result = call("replay", "--capacity 300 --seconds 0.02").result
+    kinds = {(r["row"], r["prioritized"]): r for r in result["results"]}
+    assert set(kinds) == {(k, p) for k in ("vector", "atari") for p in (False, True)}
+    for (kind, prioritized), r in kinds.items():
+        assert r["adds_per_s"] > 1
+        assert r["samples_per_s"] > 1
+        assert (r["feedbacks_per_s"] is not None) == prioritized
+        one_frame = 84 * 84 if kind == "atari" else 16
+        assert one_frame < r["bytes_per_row"] < 1.2 * one_frame + 100
+    assert (result["capacity"], result["batch_size"]) == (300, 32)
+
+
+def test_learner_tells_where_the_time_goes(call: Call) -> None:
+    result = call("learner", f"{' '.join(SMALL)} --threads 1 --seconds 0.1 --rows 500").result
+    assert (result["agent"], result["device"], result["threads"]) == ("DQN", "cpu", 1)
+    assert result["updates_per_s"] > 1
+    assert result["samples_per_s"] == pytest.approx(128 * result["updates_per_s"], rel=0.01)
+    parts = {"sample", "to_device", "q_step", "optimise", "feedback", "after_step", "other"}
+    assert set(result["parts_ms"]) == parts
+    assert all(ms > 0 for ms in result["parts_ms"].values())
+
+
+def test_synthetic_unrolls_keep_to_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    common, replay = (load(name, monkeypatch) for name in ("common", "replay"))
+    unrolls = common.synthetic_unrolls(replay.ROWS["vector"], StreamLayout(5, 20), 30)
+    valid, first, terminated = (
+        np.concatenate([getattr(unroll, name) for unroll in unrolls])
+        for name in ("valid", "first", "terminated")
+    )
+    assert terminated.sum() > 5
+    assert np.array_equal(~valid[1:], terminated[:-1])
+    assert np.array_equal(first[1:], ~valid[:-1])
+    assert valid[0].all()
+    assert not first[0].any()
+    assert not terminated[-1].any()
+
+
+# ----------------------------------------------------------------------------------- learning
+
+
+def slow_iqm(values: Sequence[float]) -> float:
+    """The mean of what is left when ``len // 4`` values are taken off at each end."""
+    left = list(values)
+    for _ in range(len(values) // 4):
+        left.remove(min(left))
+        left.remove(max(left))
+    return sum(left) / len(left)
+
+
+def slow_quantile(values: Sequence[float], share: float) -> float:
+    """Linear between the two nearest order statistics."""
+    ordered = sorted(values)
+    place = share * (len(values) - 1)
+    low = int(place)
+    high = min(low + 1, len(values) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+@pytest.mark.parametrize("count", range(1, 14))
+def test_iqm_agrees_with_its_slow_twin(learning: ModuleType, count: int) -> None:
+    values = np.random.default_rng(count).normal(size=count).round(1)
+    assert learning.iqm(values) == pytest.approx(slow_iqm(values.tolist()), abs=1e-12)
+
+
+def test_iqm_of_one_outlier_in_four_is_without_it(learning: ModuleType) -> None:
+    assert learning.iqm([1, 2, 3, 1000]) == 2.5
+    assert learning.iqm([[1, 2, 3, 1000], [4, 4, 4, 4]]).tolist() == [2.5, 4]
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_the_interval_agrees_with_its_slow_twin(learning: ModuleType, count: int) -> None:
+    values = np.random.default_rng(count).normal(size=count).tolist()
+    low, high = learning.bootstrap_interval(values, resamples=200, seed=3)
+    drawn = np.random.default_rng(3).integers(count, size=(200, count))
+    means = [slow_iqm([values[i] for i in row]) for row in drawn.tolist()]
+    assert low == pytest.approx(slow_quantile(means, 0.025), abs=1e-12)
+    assert high == pytest.approx(slow_quantile(means, 0.975), abs=1e-12)
+    assert low <= learning.iqm(values) <= high
+    assert learning.bootstrap_interval(values, resamples=200, seed=3) == (low, high)
+
+
+def fake_run(path: Path, returns: Sequence[float], total_steps: int = 300) -> Path:
+    """A run directory with an evaluation every 100 env steps."""
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text(f"total_steps: {total_steps}\nseed: 7\nworkers: 2\n")
+    lines = [{"env_steps": 50, "updates": 9, "wall_s": 1.0, "policy/lag_mean": 0.5}]
+    for index, value in enumerate(returns, 1):
+        lines.append({"env_steps": 100 * index, "evaluation/return_mean": value})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (path / "metrics.jsonl").write_text(text + '{"env_steps": 3')  # an incomplete last line
+    return path
+
+
+def test_learning_reads_finished_runs(call: Call, tmp_path: Path) -> None:
+    for index, final in enumerate((10.0, 20.0, 30.0, 1000.0)):
+        fake_run(tmp_path / "many" / str(index), [0.0, 1.0, final])
+    fake_run(tmp_path / "one", [0.0, 5.0, 7.0])
+    code, result, out = call("learning", "--group four=many --group lone=one --out-dir told")
+    assert code == 0
+    assert json.loads((tmp_path / "told" / "report.json").read_text()) == result
+    four, lone = result["groups"]["four"], result["groups"]["lone"]
+    assert four["final_returns"] == [10, 20, 30, 1000]
+    assert (four["mean"], four["iqm"], four["failed"]) == (265, 25, 0)
+    assert 10 <= four["interval"][0] < 25 < four["interval"][1] <= 1000
+    assert (lone["iqm"], lone["interval"]) == (7, [7, 7])
+    assert lone["runs"][0]["seed"] == 7
+    assert lone["runs"][0]["updates"] == 9
+    assert "too narrow" in out
+
+
+def test_a_run_that_failed_is_not_left_out(call: Call, tmp_path: Path) -> None:
+    fake_run(tmp_path / "good", [0.0, 1.0, 9.0])
+    fake_run(tmp_path / "bad", [0.0, 100.0])
+    (tmp_path / "empty").mkdir()
+    code, result, _ = call("learning", "--runs good bad empty")
+    assert code == 1
+    summary = result["groups"]["runs"]
+    assert summary["final_returns"] == [9, None, None]
+    assert (summary["iqm"], summary["mean"], summary["failed"]) == (None, None, 2)
+    code, result, _ = call("learning", "--runs good bad empty --failed-return -3")
+    assert code == 0
+    summary = result["groups"]["runs"]
+    assert (summary["final_returns"], summary["mean"]) == ([9, -3, -3], 1)
+
+
+def test_learning_draws_the_curves(learning: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    paths = [fake_run(tmp_path / name, [1.0, 2.0, 3.0]) for name in "ab"]
+    paths.append(tmp_path / "empty")
+    groups = {"both": [learning.Run.read(path) for path in paths], "none": []}
+    assert learning.plot(groups, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_learning_does_without_matplotlib(
+    learning: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert not learning.plot({}, tmp_path / "curves.png")
+    assert 'pip install "actorlearner[plot]"' in capsys.readouterr().out
+
+
+def test_learning_runs_every_seed_of_a_task(call: Call, tmp_path: Path) -> None:
+    few = "workers=0 total_steps=200 replay.warmup_env_steps=100 agent.hidden=[16] device=cpu"
+    evaluation = "evaluation.episodes=1 evaluation.step_limit=20"
+    task = "--task 'a task=agent.n_step=2' --seeds 3,4 --jobs 2 --out-dir told"
+    code, result, _ = call("learning", f"{few} {evaluation} {task}")
+    assert code == 0, (tmp_path / "told/a_task/seed_3.log").read_text()
+    (summary,) = result["groups"].values()
+    assert [r["seed"] for r in summary["runs"]] == [3, 4]
+    assert all(0 < score <= 20 for score in summary["final_returns"])
+    assert all(r["env_steps"] >= 200 for r in summary["runs"])
+    assert "n_step: 2" in (tmp_path / "told/a_task/seed_3/config.yaml").read_text()
+    with pytest.raises(BadInput, match="seed_3 is there"):
+        call("learning", task)
