@@ -22,7 +22,9 @@ def text_of(name: str) -> str:
     return (ROOT / name).read_text()
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/architecture.md", "docs/metrics.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/architecture.md", "docs/deviations.md", "docs/metrics.md"]
+)
 def test_the_documents_are_there(name: str) -> None:
     assert len(text_of(name).split()) > 100
 
@@ -32,13 +34,17 @@ def test_the_documents_are_there(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Every metric of a short lockstep run with workers, and of one without lockstep."""
+    """Every metric of a short lockstep run with workers, one without lockstep, and a game."""
     names: set[str] = set()
-    for lockstep in ("true", "false"):
+    often = "trainer.evaluate_every_env_steps=100"
+    for more in (
+        ["lockstep=true", often, "workers=1"],
+        ["lockstep=false", often, "workers=1"],
+        ["env=atari", "agent.torso=mlp", "samples_per_insert=0.5", "evaluation.step_limit=5",
+         "workers=0"],
+    ):  # fmt: skip
         run_dir = tmp_path_factory.mktemp("run")
-        often = "trainer.evaluate_every_env_steps=100"
-        arguments = [*SMALL, f"run_dir={run_dir}", f"lockstep={lockstep}", often]
-        assert main([*arguments, "workers=1"]) == 0
+        assert main([*SMALL, f"run_dir={run_dir}", *more]) == 0
         names |= {name for line in metrics(run_dir) for name in line}
     return names
 
