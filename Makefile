@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-slow bench check format clean
+.PHONY: help venv train test test-slow mutations bench check format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -24,6 +24,9 @@ test: $(STAMP) ## run the fast tests; ARGS="-k replay" is passed on
 
 test-slow: $(STAMP) ## run the slow tests only (learning to a threshold)
 	$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
+
+mutations: $(STAMP) ## plant 20 bugs in a copy, one at a time: the tests must catch each; ARGS="-k replay"
+	$(BIN)/python tests/mutations.py $(ARGS)
 
 bench: $(STAMP) ## measure env steps per second beside the machine's limit; ARGS="workers=2 env=atari"
 	$(BIN)/python benchmarks/env_steps.py $(ARGS)

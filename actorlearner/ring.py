@@ -193,8 +193,7 @@ class BlockRing:
         """What is stored; the arrays are views."""
         tails = self._tail(np.arange(self.layout.num_streams))
         return {
-            "num_rows": self.num_rows,
-            "unroll_length": self.layout.unroll_length,
+            **self._shape(),
             "head": self.head,
             "rows": {name: a[: self.num_stored] for name, a in self._arrays().items()},
             "tails": {key: a[tails] for key, a in self.observation.items()},
@@ -280,6 +279,14 @@ class BlockRing:
             assert (self.age[older] >= np.minimum(age - 1, self.age[rows])).all()
             rows, age = older, age - 1
 
+    def _shape(self) -> dict[str, int]:
+        """What the rows of a state can't do without."""
+        return {
+            "num_rows": self.num_rows,
+            "unroll_length": self.layout.unroll_length,
+            "stack": self._max_age + 1,  # ages go no further
+        }
+
     def _arrays(self) -> dict[str, Array]:
         return {
             **{f"observation/{key}": array for key, array in self.observation.items()},
@@ -361,8 +368,10 @@ class BlockRing:
         self._given_up.append(cut)
 
     def _refuse_misfit(self, state: Any, arrays: Mapping[str, Array]) -> None:
-        now = f"replay.capacity={self.num_rows} unroll_length={self.layout.unroll_length}"
-        then = f"replay.capacity={state['num_rows']} unroll_length={state['unroll_length']}"
+        words = (
+            "replay.capacity={num_rows} unroll_length={unroll_length} frame_stack={stack}".format
+        )
+        now, then = words(**self._shape()), words(**{name: state[name] for name in self._shape()})
         if now != then:
             raise CheckpointError(
                 f"the checkpoint holds a replay made with {then}, this run has {now}: "
@@ -373,5 +382,6 @@ class BlockRing:
         if layout_now != layout_then:
             raise CheckpointError(
                 f"the checkpoint holds a replay of rows {layout_then}, "
-                f"this environment makes {layout_now}: resume with the environment it was made in"
+                f"this run makes {layout_now}: resume with the environment and the "
+                "replay.initial_priority that it was made with"
             )

@@ -249,14 +249,17 @@ def test_reward_of_many_numbers():
 
 
 class Lives(gymnasium.Env):
-    """Draws when a life of three is lost, and when the episode ends; shows what was drawn."""
+    """Draws how many lives there are, when one is lost, and when the episode ends.
+
+    What was drawn last can be seen.
+    """
 
     observation_space = spaces.Box(0, 1, (2,), np.float32)
     action_space = spaces.Discrete(3)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
-        self._lives = 3
+        self._lives = int(self.np_random.integers(1, 5))
         return self._observe(0), {"lives": self._lives}
 
     def _observe(self, action: int) -> Any:

@@ -973,13 +973,17 @@ def test_resume_with_other_priorities(before, after):
     np.testing.assert_allclose(resumed.sample().weight.numpy(), 1.0)
 
 
-def test_another_capacity_or_unroll_length_is_refused():
-    """With both numbers, what to do, and the contents untouched."""
-    buffer = make_buffer(1, 4, capacity=80)
+def test_another_capacity_unroll_length_or_stack_is_refused():
+    """With all numbers, what to do, and the contents untouched."""
+    buffer = make_buffer(1, 4, capacity=80, stack=2)
     add_unrolls(buffer, ScriptedWorker([0], 4), 2)
     state = copy.deepcopy(buffer.state_dict())
-    for other in (make_buffer(1, 4, capacity=160), make_buffer(1, 8, capacity=80)):
-        with pytest.raises(CheckpointError, match=r"capacity=80 unroll_length=4.*resume with"):
+    words = (
+        r"capacity=80 unroll_length=4 frame_stack=2, this run has replay\.capacity=.*: resume with"
+    )
+    for changes in ({"capacity": 160}, {"unroll_length": 8}, {"stack": 4}, {"stack": 1}):
+        other = make_buffer(**{"num_streams": 1, "capacity": 80, "stack": 2} | changes)
+        with pytest.raises(CheckpointError, match=words):
             other.load_state_dict(state)
         assert not other.ready()
 
@@ -994,6 +998,14 @@ def test_rows_of_another_environment_are_refused():
     other.build(replace(ENV_SPEC, observation=observation), spec, StreamLayout(1, 4), 100)
     with pytest.raises(CheckpointError, match="float32"):
         other.load_state_dict(buffer.state_dict())
+
+
+def test_another_initial_priority_is_refused():
+    """The values that the actor's error takes were not noted, or have no place."""
+    buffers = [make_buffer(prioritized=True, initial_priority=name) for name in ("max", "actor")]
+    for buffer, other in (buffers, reversed(buffers)):
+        with pytest.raises(CheckpointError, match=r"resume with .*replay\.initial_priority"):
+            other.load_state_dict(buffer.state_dict())
 
 
 def test_seed_decides_the_draws():

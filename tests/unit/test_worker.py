@@ -24,6 +24,7 @@ from actorlearner.contracts import (
     SampleSpec,
     Snapshot,
     StreamLayout,
+    StreamState,
     Unroll,
     UnsupportedSpace,
     WorkerSpec,
@@ -308,6 +309,30 @@ def test_lives_add_up_to_the_episode():
         [(0, 0, 0.0, 2), (0, 1, 1.5, 1), (0, 3, 6.0, 2)],
         [(0, 2, 0.0, 2), (0, 3, 1.5, 1)],
     ]
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_scores_of_an_episode_that_goes_on(differs):
+    """Its repeated steps count, unless it could not be repeated and was started anew."""
+    spec = told_spec(
+        lambda: Scheduled([(6, "terminated", "plain")], {3}),
+        lambda observation: 0,
+        tells_lives=True,
+        seed_every_episode=True,
+        unroll_length=4,
+        envs_per_worker=1,
+    )
+    env = spec.env_factory()
+    env.reset(seed=stream_seed(spec.seed, 0, 0))
+    env.step(0)
+    observation = env.step(0)[0] + differs
+    state = StreamState(0, np.zeros(2, np.int64), {"observation": observation})
+    worker = EnvWorker(replace(spec, stream_states=(state,)))
+    worker.open()
+    unroll = collected(worker)
+    assert bool(worker.notes) == differs
+    assert unroll.episodes == ([] if differs else [(0, 3, 12.0, 6)])
+    assert unroll.lives == ([(0, 2, 1.5, 3)] if differs else [(0, 0, 1.5, 3), (0, 3, 10.5, 3)])
 
 
 def test_rewards_are_raw_until_a_batch_clips_them():
@@ -611,3 +636,24 @@ def test_evaluation_is_greedy_with_a_policy_of_its_own():
     (spec,) = worker_specs(GymEnvFactory.of(Places), policy_factory=policy)
     EnvWorker(spec).evaluate(snapshot(0), REQUEST)
     assert asked == [True]
+
+
+# -------------------------------------------------------------------------------------- draws
+
+
+def test_every_unroll_has_draws_of_its_own():
+    """Others than any other unroll, stream and run: else all explore in one way, over and over."""
+    drawn = []
+
+    class Draws(PlacesPolicy):
+        def act(self, observation: Any, generator: np.random.Generator) -> Any:
+            drawn.append(int(generator.integers(2**62)))
+            return super().act(observation, generator)
+
+    specs = worker_specs(*[GymEnvFactory.of(Places)] * 2, policy_factory=Draws)
+    for spec in (*specs, replace(specs[0], seed=4)):
+        worker = EnvWorker(spec)
+        worker.open()
+        for _ in range(2):
+            collected(worker)
+    assert len(set(drawn)) == len(drawn) == 3 * 2 * specs[0].unroll_length

@@ -1,0 +1,371 @@
+"""Plants deliberate bugs, one at a time, and shows that the tests catch each of them.
+
+    python tests/mutations.py
+    python tests/mutations.py -k replay -k worker
+    python tests/mutations.py --list
+
+Each bug goes into a copy of the package, never into the package itself. A bug's tests are those
+that should notice it at the lowest level; all of them pass where no bug is planted, which is
+checked first. The exit code is 1 if a bug survives, 2 if one could not be tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("actorlearner", "configs", "tests", "pyproject.toml")
+TIMEOUT_S = 300
+"""Of one call of pytest, whose tests have a timeout of their own."""
+
+CONFTEST = """
+from pathlib import Path
+
+import actorlearner
+
+assert Path(actorlearner.__file__).parents[1] == Path(__file__).parent, actorlearner.__file__
+"""
+"""Stands beside the copy: what a test imports must be the copy."""
+
+
+class Mutation(NamedTuple):
+    """A bug.
+
+    Attributes:
+        name: starts with the part of the package that it is in.
+        bug: what is wrong then.
+        file: below ``actorlearner/``.
+        old: text that occurs there once.
+        new: what it becomes.
+        tests: files or node ids that notice it.
+    """
+
+    name: str
+    bug: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS = (
+    # ------------------------------------------------------------------------------------ agent
+    Mutation(
+        "dqn_networks_swapped",
+        "double DQN chooses by the target network and values by the online one",
+        "agents/dqn.py",
+        """
+            next_BA = self.target(batch.next_observation)
+            chooser_BA = self.online(batch.next_observation) if self.settings.double else next_BA
+""",
+        """
+            next_BA = self.online(batch.next_observation)
+            chooser_BA = self.target(batch.next_observation) if self.settings.double else next_BA
+""",
+        ("tests/unit/test_dqn.py::TestLoss::test_two_transitions_by_hand",),
+    ),
+    Mutation(
+        "dqn_priority_weighted",
+        "priorities are TD errors times importance weights",
+        "agents/dqn.py",
+        'feedback={"priority": error_B}',
+        'feedback={"priority": batch.weight * error_B}',
+        (
+            "tests/unit/test_dqn.py::TestLoss"
+            "::test_importance_weights_scale_the_loss_and_leave_the_priorities",
+        ),
+    ),
+    Mutation(
+        "dqn_target_period",
+        "the target network is copied every n + 1 updates",
+        "agents/dqn.py",
+        "updates % self.settings.target_every_updates == 0",
+        "updates % (self.settings.target_every_updates + 1) == 0",
+        ("tests/unit/test_dqn.py::TestTarget::test_copied_exactly_every_n_updates",),
+    ),
+    Mutation(
+        "dqn_epsilon_exponent",
+        "the exponents of epsilon lack their 1, so that the first stream acts at random only",
+        "agents/dqn.py",
+        "base ** (1 + alpha * place_N)",
+        "base ** (alpha * place_N)",
+        ("tests/unit/test_dqn.py::TestEpsilonOfEachStream::test_exact_values",),
+    ),
+    # ---------------------------------------------------------------------------------- returns
+    Mutation(
+        "returns_termination_ignored",
+        "a window that terminates is bootstrapped: no factor (1 - terminated)",
+        "returns.py",
+        "np.where(terminates_B, 0.0, gamma**steps_B)",
+        "gamma**steps_B",
+        ("tests/unit/test_returns.py::test_termination_inside_the_window_cuts_what_follows",),
+    ),
+    Mutation(
+        "returns_gamma_to_the_n",
+        "the bootstrap value is discounted by gamma, not by gamma ** n",
+        "returns.py",
+        "np.where(terminates_B, 0.0, gamma**steps_B)",
+        "np.where(terminates_B, 0.0, gamma)",
+        ("tests/unit/test_returns.py::test_leaving_the_window_keeps_the_bootstrap",),
+    ),
+    # ----------------------------------------------------------------------------------- replay
+    Mutation(
+        "replay_window_over_an_end",
+        "windows of n steps go on into the next episode",
+        "replay.py",
+        "ring.terminated[window_NB], ring.valid[window_NB], spec.gamma",
+        "ring.terminated[window_NB], ring.valid[window_NB] | True, spec.gamma",
+        ("tests/unit/test_replay.py::test_transitions_equal_the_twin[4-1-3-False]",),
+    ),
+    Mutation(
+        "replay_reward_clipped_for_good",
+        "rewards are clipped when they are stored",
+        "ring.py",
+        "self.reward[rows_BT] = unroll.reward.T",
+        "self.reward[rows_BT] = unroll.reward.T.clip(-1, 1)",
+        ("tests/unit/test_replay.py::test_rewards_are_clipped_in_the_batch_only",),
+    ),
+    Mutation(
+        "replay_weight_exponent",
+        "the exponent of the importance weights has the wrong sign",
+        "replay.py",
+        "(self._ring.num_valid * probability) ** -self.beta",
+        "(self._ring.num_valid * probability) ** self.beta",
+        ("tests/unit/test_replay.py::test_importance_weights",),
+    ),
+    Mutation(
+        "replay_stale_feedback",
+        "a late priority goes to the row that has overwritten its own",
+        "replay.py",
+        "fresh = self._ring.is_stored(keys) & self._ring.valid[addresses]",
+        "fresh = self._ring.valid[addresses]",
+        ("tests/unit/test_replay.py::test_stale_feedback_is_dropped_and_counted",),
+    ),
+    Mutation(
+        "replay_reset_rows_drawn",
+        "uniform draws take rows that are not valid",
+        "replay.py",
+        "candidates[ring.valid[candidates]]",
+        "candidates",
+        ("tests/unit/test_replay.py::test_newest_row_is_drawn_and_reset_rows_are_not",),
+    ),
+    # ----------------------------------------------------------------------------- frame stacks
+    Mutation(
+        "stack_over_a_start",
+        "stacks for acting keep frames of the episode before: no reset mask",
+        "frames.py",
+        "            if first.any():\n                frames[first] = newest[first][:, None]\n",
+        "",
+        ("tests/unit/test_frames.py::test_stacks_equal_gymnasiums",),
+    ),
+    Mutation(
+        "stack_cut_off_is_drawn",
+        "rows are drawn whose older frames are overwritten",
+        "ring.py",
+        "        self.valid[cut] = False\n        self.num_valid -= len(cut)\n",
+        "        cut = cut[:0]\n",
+        ("tests/unit/test_replay.py::test_rows_cut_off_from_their_frames",),
+    ),
+    # ---------------------------------------------------------------------------------- limiter
+    Mutation(
+        "limiter_counts_updates",
+        "an update pays off one row of the debt instead of a batch of them",
+        "schedules.py",
+        "self._sampled += self.batch_size",
+        "self._sampled += 1",
+        (
+            "tests/unit/test_schedules.py::TestSamplesPerInsert"
+            "::test_only_rows_beyond_the_warmup_count",
+        ),
+    ),
+    # ----------------------------------------------------------------------------------- worker
+    Mutation(
+        "worker_truncation_terminates",
+        "a truncation is learned from as a termination",
+        "worker.py",
+        "terminated_B = steps.terminated | steps.lost_life",
+        "terminated_B = steps.terminated | steps.truncated | steps.lost_life",
+        ("tests/unit/test_worker.py::test_every_number_is_where_it_belongs",),
+    ),
+    Mutation(
+        "worker_final_observation_lost",
+        "the observation of the reset stands where a truncated episode's last one should",
+        "worker.py",
+        "steps = self._envs.step(action_B, rests_B, following)\n",
+        """\
+steps = self._envs.step(action_B, rests_B, following)
+        for column in np.flatnonzero(steps.truncated).tolist():
+            self._envs.restart(column, None, following)
+""",
+        ("tests/unit/test_worker.py::test_every_number_is_where_it_belongs",),
+    ),
+    Mutation(
+        "worker_last_observation",
+        "an unroll begins one observation too early",
+        "worker.py",
+        "self._observation[key][:] = array[-1]",
+        "self._observation[key][:] = array[-2]",
+        ("tests/unit/test_worker.py::test_every_number_is_where_it_belongs",),
+    ),
+    Mutation(
+        "worker_reset_row_counts",
+        "a reset row counts as an env step",
+        "worker.py",
+        "into.valid[row] = valid_B",
+        "into.valid[row] = True",
+        ("tests/unit/test_worker.py::test_conservation",),
+    ),
+    Mutation(
+        "worker_draws_repeat",
+        "every unroll explores by the same random numbers",
+        "worker.py",
+        "SeedSequence([spec.seed, spec.streams[0], self._sequence])",
+        "SeedSequence([spec.seed, spec.streams[0]])",
+        ("tests/unit/test_worker.py::test_every_unroll_has_draws_of_its_own",),
+    ),
+    Mutation(
+        "worker_life_ends_the_game",
+        "the score that is reported is that of a life",
+        "worker.py",
+        "self._episode_score.take(ended_B, row, self.spec.streams)",
+        "self._episode_score.take(ended_B | steps.lost_life, row, self.spec.streams)",
+        ("tests/unit/test_worker.py::test_lives_add_up_to_the_episode",),
+    ),
+)
+
+
+def planted(mutation: Mutation, package: Path) -> str:
+    """The text of the file with the bug; ``package`` is left alone.
+
+    Raises:
+        ValueError: the old text does not occur exactly once.
+    """
+    text = (package / mutation.file).read_text()
+    if (count := text.count(mutation.old)) != 1:
+        raise ValueError(f"{mutation.name}: its old text occurs {count} times in {mutation.file}")
+    return text.replace(mutation.old, mutation.new)
+
+
+def verdict(code: int, output: str) -> str | None:
+    """The first test that failed, by what pytest returned and wrote; None if all passed.
+
+    Raises:
+        RuntimeError: pytest did not come to a verdict.
+    """
+    failed = re.search(r"^FAILED (\S.*?)(?: - .*)?$", output, re.MULTILINE)
+    if code == 0:
+        return None
+    if code == 1 and failed:
+        return failed[1]
+    raise RuntimeError(f"pytest returned {code}:\n{output}")
+
+
+def run_tests(copy: Path, tests: Sequence[str]) -> str | None:
+    """The first of ``tests`` that fails in ``copy``, or None."""
+    options = ["-x", "-q", "-p", "no:cacheprovider"]
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *tests],
+        cwd=copy,
+        # Compiled files could outlive a bug that leaves a file's size and second as they were.
+        env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    return verdict(result.returncode, result.stdout)
+
+
+def try_mutation(mutation: Mutation, copy: Path) -> str | None:
+    """The test that notices ``mutation``, or None; ``copy`` is as before then."""
+    file = copy / "actorlearner" / mutation.file
+    sound = file.read_text()
+    file.write_text(planted(mutation, copy / "actorlearner"))
+    try:
+        return run_tests(copy, mutation.tests)
+    finally:
+        file.write_text(sound)
+
+
+def make_copy(copy: Path) -> None:
+    """Copy what the tests need to directory ``copy``."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, copy / name, ignore=ignore)
+        else:
+            shutil.copy(source, copy / name)
+    (copy / "conftest.py").write_text(CONFTEST)
+
+
+def say(text: str) -> None:
+    """Write a line."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def check(mutations: Sequence[Mutation]) -> int:
+    """Try ``mutations`` and tell what became of each; the exit code."""
+    begun = time.perf_counter()
+    survivors, troubles = [], []
+    with tempfile.TemporaryDirectory(prefix="mutations-") as directory:
+        copy = Path(directory).resolve()
+        make_copy(copy)
+        tests = sorted({test for mutation in mutations for test in mutation.tests})
+        if failed := run_tests(copy, tests):
+            say(f"{failed} fails without any bug")
+            return 2
+        say(f"without a bug all pass: {time.perf_counter() - begun:.1f} s")
+        for mutation in mutations:
+            since = time.perf_counter()
+            try:
+                caught_by = try_mutation(mutation, copy)
+            except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
+                troubles.append(mutation.name)
+                outcome = f"COULD NOT BE TRIED: {error}"
+            else:
+                outcome = f"caught by {caught_by}" if caught_by else "SURVIVED"
+                survivors += [] if caught_by else [mutation.name]
+            say(f"{mutation.name}: {mutation.bug}")
+            say(f"    {outcome} ({time.perf_counter() - since:.1f} s)")
+    count = len(mutations) - len(survivors) - len(troubles)
+    say(f"{count} of {len(mutations)} caught in {time.perf_counter() - begun:.0f} s")
+    for word, names in (("survived", survivors), ("not tried", troubles)):
+        if names:
+            say(f"{word}: {', '.join(names)}")
+    return 1 if survivors else 2 if troubles else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "-k", metavar="NAME", action="append", help="only bugs with this in their names"
+    )
+    parser.add_argument("--list", action="store_true", help="list the bugs and plant none")
+    asked = parser.parse_args(arguments)
+    parts = asked.k or [""]
+    chosen = [m for m in MUTATIONS if any(part in m.name for part in parts)]
+    if not chosen:
+        parser.error(f"no bug has {' or '.join(parts)} in its name; --list lists them")
+    if asked.list:
+        for mutation in chosen:
+            say(f"{mutation.name}: {mutation.bug}")
+        return 0
+    return check(chosen)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
