@@ -107,11 +107,16 @@ class Settings:
 def unknown_key(key: str, known: Sequence[str]) -> str:
     """The error text for ``key``, which is not one of ``known``: the nearest, or its neighbours."""
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    if near:
+    # A long group makes any two of its names alike: the names themselves must be, too.
+    if near and _similarity(key.rpartition(".")[2], near[0].rpartition(".")[2]) >= 0.6:
         return f"{key}: there is no such setting; did you mean {near[0]}?"
     group = key.rpartition(".")[0]
     inside = [name for name in known if name.rpartition(".")[0] == group] or known
     return f"{key}: there is no such setting; there are: {', '.join(sorted(inside))}"
+
+
+def _similarity(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _convert(value: Any, annotation: Any, key: str) -> Any:

@@ -391,7 +391,8 @@ class Trainer:
             if len(of_agent) + len(of_trainer) < len(wanted):
                 raise SettingError(f"{', '.join(wanted)}: keys read agent.name or trainer.name")
             settings = self.settings.changed(of_trainer)
-            model.change(of_agent)
+            if of_agent:
+                model.change(of_agent)
             self.settings = settings
         except (OSError, ValueError) as error:
             logger.error("%s: nothing was changed: %s", FILE_NAME, error)

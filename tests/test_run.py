@@ -551,7 +551,7 @@ BAD_SETTINGS = {
     "trainer.keep=1": "did you mean trainer.keep_last?",
     "agent=foo": "agent=foo: there is no such choice; there are: dqn",
     "replay=none": "replay=none: there is no such choice; there are: prioritized, uniform",
-    "experiment=foo": "experiment=foo: there is no such choice; there are: cartpole_dqn",
+    "experiment=foo": "experiment=foo: there is no such choice; there are: breakout_dqn, ",
     "experiment=null": "experiment=None: the name of a choice is needed",
     "trainer=5": "trainer=5: the name of a choice is needed",
     "--foo": "--foo: there is no such option",

@@ -279,7 +279,7 @@ OPERATIONS = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     operations=st.lists(
         st.sampled_from(OPERATIONS),

@@ -111,7 +111,7 @@ SMALL = {"screen_size": 30, "grayscale": False}
     [
         (550, {"game", "life"}, {}),
         (125, {"life"}, {"fire_on_reset": True, "full_action_space": True}),
-        (200, {"game"}, {"terminal_on_life_loss": False, "fire_on_reset": True}),
+        (250, {"game"}, {"terminal_on_life_loss": False, "fire_on_reset": True}),
         (125, {"limit"}, {**PONG, "max_frames": 400}),
         (100, set(), {**PONG, "fire_on_reset": True}),
         (125, {"life", "limit"}, {**SMALL, "frame_skip": 3, "max_frames": 302}),
@@ -122,7 +122,7 @@ SMALL = {"screen_size": 30, "grayscale": False}
 )
 def test_both_ways_are_one(num_rows, ends, changes):
     """Every number, over whole games: pixels, rewards, flags, scores."""
-    streams = 2 if num_rows >= 200 else 1
+    streams = 2 if num_rows > 500 else 1
     vector = rows(atari(streams, **changes), num_rows)
     separate = rows(atari(streams, vector=False, **changes), num_rows)
     for one, two in zip(vector, separate, strict=True):
@@ -217,12 +217,12 @@ def test_no_ops_differ_between_streams(vector):
     """So that not all of them play the same game (P7); the same seed plays the same ones again."""
 
     def begins() -> list[bytes]:
-        worker = atari(3, [NOTHING], noop_max=30, screen_size=30, vector=vector, **FREEWAY)
+        worker = atari(2, [NOTHING], noop_max=30, screen_size=30, vector=vector, **FREEWAY)
         (unroll,) = rows(worker, 25)
         return [screen.tobytes() for screen in unroll.observation["observation"][0]]
 
     first = begins()
-    assert len(set(first)) == 3  # cars move in every frame
+    assert first[0] != first[1]  # cars move in every frame
     assert begins() == first
 
 
@@ -340,10 +340,11 @@ def test_out_of_bounds(name, bad):
         AtariSettings.make({name: bad})
 
 
-def test_the_emulator_says_nothing(capfd):
+@pytest.mark.parametrize("vector", [True, False])
+def test_the_emulator_says_nothing(vector, capfd):
     """It would write its banner for every environment."""
-    rows(atari(screen_size=30), 25)
-    rows(atari(screen_size=30, vector=False), 25)
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Info)
+    rows(atari(screen_size=30, vector=vector), 25)
     assert capfd.readouterr() == ("", "")
 
 
