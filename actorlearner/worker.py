@@ -341,11 +341,10 @@ class Score:
         if not ended_B.any():
             return []
         columns = np.flatnonzero(ended_B)
+        returns, lengths = self._return_B[columns].tolist(), self._length_B[columns].tolist()
         ended = [
-            Episode(
-                streams[column], row, float(self._return_B[column]), int(self._length_B[column])
-            )
-            for column in columns.tolist()
+            Episode(streams[column], row, ret, length)
+            for column, ret, length in zip(columns.tolist(), returns, lengths, strict=True)
         ]
         self._return_B[columns], self._length_B[columns] = 0.0, 0
         return ended

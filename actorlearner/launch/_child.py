@@ -92,8 +92,9 @@ class Slot:
     def commit(self, index: int) -> Commit:
         """Complete the slot, number ``index`` of its worker, and tell of it."""
         unroll = self.unroll
-        for place, ended in enumerate([*unroll.episodes, *unroll.lives]):
-            self._ended[place] = ended
+        ended = [*unroll.episodes, *unroll.lives]
+        if ended:
+            self._ended[: len(ended)] = ended
         return Commit(
             index,
             unroll.sequence,
@@ -106,8 +107,12 @@ class Slot:
 
     def view(self, commit: Commit) -> Unroll:
         """The unroll that ``commit`` tells of."""
-        numbers = self._ended[: commit.num_episodes + commit.num_lives].tolist()
-        ended = [Episode(int(s), int(row), ret, int(length)) for s, row, ret, length in numbers]
+        columns = self._ended[: commit.num_episodes + commit.num_lives].T
+        stream, row, ret, length = (
+            (column if name == "ret" else column.astype(np.int64)).tolist()
+            for name, column in zip(Episode._fields, columns, strict=True)
+        )
+        ended = list(map(Episode, stream, row, ret, length))
         return replace(
             self.unroll,
             sequence=commit.sequence,
