@@ -65,11 +65,15 @@ class SumTree:
             return
         if indices.min() < 0 or indices.max() >= self.capacity:
             raise IndexError(f"indices must be in [0, {self.capacity}), got {indices}")
-        # NumPy doesn't promise which of several writes to one place comes last.
-        nodes, from_end = np.unique(indices[::-1], return_index=True)
-        self._levels[0].reshape(-1)[nodes] = priorities[::-1][from_end]
+        if (indices[1:] > indices[:-1]).all():  # as of new rows, which come in thousands
+            nodes, leaves = indices, priorities
+        else:  # NumPy doesn't promise which of several writes to one place comes last
+            nodes, from_end = np.unique(indices[::-1], return_index=True)
+            leaves = priorities[::-1][from_end]
+        self._levels[0].reshape(-1)[nodes] = leaves
         for below, level in pairwise(self._levels):
-            nodes = nodes // _FAN_OUT
+            parents = nodes // _FAN_OUT  # sorted, as `nodes` are
+            nodes = parents[np.flatnonzero(np.diff(parents, prepend=-1))]
             level.reshape(-1)[nodes] = below[nodes].sum(axis=1)
 
     def find(self, prefix: NDArray[np.float64]) -> NDArray[np.int64]:
