@@ -216,7 +216,7 @@ def plot(groups: Mapping[str, Sequence[Run]], path: Path) -> bool:
             grid = np.unique(np.concatenate([r.env_steps for r in drawn]))
             grid = grid[(grid >= first) & (grid <= last)]
             mean = np.mean([np.interp(grid, r.env_steps, r.returns) for r in drawn], 0)
-            name = f"{label}: mean of {len(drawn)} seeds"
+            name = f"{label}: " + (f"mean of {len(drawn)} seeds" if drawn[1:] else "one seed")
             axes.plot(grid, mean, color=color, linewidth=2.5, label=name)
     axes.set_xlabel("env steps")
     axes.set_ylabel("evaluation: mean return")
