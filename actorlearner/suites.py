@@ -108,8 +108,14 @@ class AtariEnvFactory(GymEnvFactory):
             grayscale_obs=s.grayscale,
         )
 
-    def vector(self, num_envs: int) -> GymVectorEnv | None:
-        """See `contracts.EnvFactory`."""
+    def vector(self, num_envs: int, stack: int = 1) -> GymVectorEnv | None:
+        """See `contracts.EnvFactory`.
+
+        Args:
+            num_envs: games.
+            stack: frames that the vector environment itself stacks; a worker's are stacked by
+                `frames`, so that records hold each frame once.
+        """
         from ale_py.vector_env import AtariVectorEnv
 
         s = self.settings
@@ -127,7 +133,7 @@ class AtariEnvFactory(GymEnvFactory):
             img_height=s.screen_size,
             img_width=s.screen_size,
             grayscale=s.grayscale,
-            stack_num=1,  # `frames` stacks, so that records hold each frame once
+            stack_num=stack,
             frameskip=s.frame_skip,
             noop_max=s.noop_max,
             use_fire_reset=s.fire_on_reset,

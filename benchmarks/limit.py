@@ -157,39 +157,13 @@ def vector_env(recipe: Recipe) -> Any:
     """A vector environment in one process, with what the recipe's factory makes or its equal."""
     factory, stack = recipe.factory, recipe.factory.frame_stack
     if isinstance(factory, AtariEnvFactory) and factory.settings.vector:
-        return _atari_vector_env(factory, recipe.num_envs)
+        return factory.vector(recipe.num_envs, stack)  # its own stacks, as users have them
 
     def make() -> Any:
         env = factory()
         return env if stack == 1 else FrameStackObservation(env, stack)
 
     return gymnasium.vector.SyncVectorEnv([make] * recipe.num_envs, copy=False)
-
-
-def _atari_vector_env(factory: Any, num_envs: int) -> Any:
-    """That of ale-py with the factory's settings, but its own frame stacks."""
-    import ale_py
-    from ale_py.vector_env import AtariVectorEnv
-
-    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
-    s = factory.settings
-    return AtariVectorEnv(
-        factory.source.kwargs["game"],
-        num_envs,
-        num_threads=1,
-        max_num_frames_per_episode=s.max_frames,
-        repeat_action_probability=s.sticky_actions,
-        full_action_space=s.full_action_space,
-        img_height=s.screen_size,
-        img_width=s.screen_size,
-        grayscale=s.grayscale,
-        stack_num=s.frame_stack,
-        frameskip=s.frame_skip,
-        noop_max=s.noop_max,
-        use_fire_reset=s.fire_on_reset,
-        episodic_life=False,
-        reward_clipping=False,
-    )
 
 
 def _flat(observation: Any, prefix: str = "") -> Observation:

@@ -1400,8 +1400,10 @@ class TestDeterminism:
         for part in ("agent", "optimizers", "replay"):
             assert differences(calm[part], noisy[part]) == []
 
-    def test_x7_with_worker_processes(self) -> None:
-        first, second = (self.run(workers=2, envs_per_worker=2, unroll_length=4) for _ in range(2))
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_x7_with_worker_processes(self, workers: int) -> None:
+        settings = {"workers": workers, "envs_per_worker": 2, "unroll_length": 4}
+        first, second = (self.run(**settings) for _ in range(2))
         assert differences(first, second) == []
 
 
