@@ -72,6 +72,8 @@ class DQNSettings(Settings):
     """Each stream keeps an epsilon of its own, from this one down; null follows ``epsilon``."""
     epsilon_alpha: float = setting(7, low=0)
     """The last stream has ``epsilon_base ** (1 + epsilon_alpha)``."""
+    evaluation_epsilon: float = setting(0.0, low=0, high=1)
+    """Probability of a random action in evaluations; a few percent free who is stuck."""
 
     def check(self) -> None:
         """Knots must be sorted, probabilities at most 1, and something must be learned."""
@@ -211,7 +213,7 @@ class PolicyRecipe:
         network = QNetwork(env_spec, s)
         epsilon: float | Array | None = None
         if greedy:
-            epsilon = 0.0
+            epsilon = s.evaluation_epsilon
         elif s.epsilon_base is not None:
             ladder_N = epsilon_ladder(s.epsilon_base, s.epsilon_alpha, num_streams)
             epsilon = ladder_N[list(streams)]

@@ -416,6 +416,10 @@ class TestPolicy:
     def test_greedy_knows_no_epsilon(self) -> None:
         assert (self.acts(make(), epsilon=1.0, greedy=True) == 1).all()
 
+    def test_greedy_explores_as_asked(self) -> None:
+        actions = self.acts(make(evaluation_epsilon=0.3), epsilon=1.0, greedy=True)
+        assert (actions != 1).mean() == pytest.approx(0.3 * 2 / 3, abs=0.02)
+
     @pytest.mark.parametrize("epsilon", [1.0, 0.3, 0.01])
     def test_explores_at_the_rate_of_epsilon(self, epsilon: float) -> None:
         """P9, E.1 item 7: each action inside the 99.9 % binomial interval, a coin per stream."""
