@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import psutil
 import torch
 from numpy.typing import NDArray
 
@@ -28,6 +27,7 @@ from actorlearner.contracts import (
     StreamLayout,
     Unroll,
 )
+from actorlearner.memory import free_memory
 from actorlearner.returns import n_step
 from actorlearner.ring import BlockRing
 from actorlearner.sum_tree import SumTree
@@ -392,6 +392,8 @@ class ReplayBuffer:
         bootstrap_B = np.where(has_come_B, ring.extras["greedy_value"][end_B], 0.0)
         target_B = return_B + discount_B * bootstrap_B
         error_B = np.abs(target_B - ring.extras["action_value"][start_B])
+        if not np.isfinite(error_B[known_B]).all():
+            raise NonFiniteError("the acting policy's values are not finite: its TD error is NaN")
         self._set_priorities(tree, start_B[known_B], error_B[known_B])
 
     def _set_priorities(
@@ -410,7 +412,7 @@ class ReplayBuffer:
         Raises:
             SettingError: there is less.
         """
-        capacity, free = self.settings.capacity, psutil.virtual_memory().available
+        capacity, free = self.settings.capacity, free_memory()
         if self.settings.prioritized:
             bytes_per_row += 9  # a leaf, and its share of the sums above
         needed = capacity * bytes_per_row

@@ -18,9 +18,9 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 import numpy as np
-import psutil
 
 from actorlearner.contracts import Array, ArraySpec
+from actorlearner.memory import free_memory
 
 _ALIGNMENT = 64  # a cache line
 
@@ -42,7 +42,7 @@ class SharedArrays:
             OSError: there isn't enough memory; said now, where later it would be a SIGBUS.
         """
         size = max(1, _offsets(specs)[1])
-        if size > psutil.virtual_memory().available:  # Linux would kill a process instead
+        if size > free_memory():  # Linux would kill a process instead
             raise OSError(errno.ENOMEM, f"{size:,} bytes of shared memory: there isn't that much")
         if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("actorlearner", os.MFD_CLOEXEC)

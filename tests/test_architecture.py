@@ -22,6 +22,7 @@ PACKAGE = ROOT / "actorlearner"
 
 FLOORS = {
     "contracts": 0,
+    "memory": 0,
     "config": 1,
     "returns": 1,
     "schedules": 1,

@@ -752,6 +752,16 @@ def test_bad_priorities_are_refused(priority, error, match):
     assert np.array_equal(buffer.state_dict()["priorities"]["leaves"], before)
 
 
+@pytest.mark.parametrize("name", ["action_value", "greedy_value"])
+def test_bad_values_of_the_actor_are_refused(name):
+    """They say whose they are, before they become priorities."""
+    buffer = make_buffer(2, 4, prioritized=True, initial_priority="actor")
+    unroll = ScriptedWorker([0, 1], 4).unroll()
+    unroll.extras[name][:] = np.nan
+    with pytest.raises(NonFiniteError, match="the acting policy's values"):
+        buffer.add(unroll)
+
+
 def test_unknown_feedback_is_refused():
     """A misspelt name would silently switch the priorities off."""
     for buffer in (make_buffer(), make_buffer(prioritized=True)):

@@ -1,0 +1,54 @@
+"""How much memory there is to be had: the machine's, or what a container leaves of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+def free_memory() -> int:
+    """Bytes that this process can still take before Linux kills something.
+
+    What the machine has available, or less if a control group, in which Docker, Slurm and systemd
+    put processes, allows less. Page cache that a group could give back counts as free.
+    """
+    free = psutil.virtual_memory().available
+    try:
+        lines = _OWN_CGROUPS.read_text().splitlines()
+    except OSError:  # no Linux
+        return free
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            free = min(free, _left(_CGROUPS, path, "memory.max", "memory.current"))
+        elif controllers == "memory":
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            free = min(free, _left(_CGROUPS / "memory", path, *names))
+    return max(0, free)
+
+
+def _left(root: Path, path: str, limit_name: str, usage_name: str) -> int:
+    """The least that the group ``path`` and those above it leave.
+
+    A container may see its own group as the root, while its processes' path is the host's.
+    """
+    own = root / path.lstrip("/")
+    left = 2**63
+    for group in (own, *own.parents):
+        if group.is_relative_to(root):
+            try:
+                limit = (group / limit_name).read_text().strip()
+                usage = int((group / usage_name).read_text())
+                statistics = dict(
+                    line.split() for line in (group / "memory.stat").read_text().splitlines()
+                )
+            except OSError:  # the root of all groups has none of these
+                continue
+            if limit != "max":
+                cache = int(statistics.get("total_inactive_file", statistics["inactive_file"]))
+                left = min(left, int(limit) - usage + cache)
+    return left
