@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from actorlearner.contracts import SettingError
+from actorlearner.contracts import BadInput, SettingError
 
 SettingsT = TypeVar("SettingsT", bound="Settings")
 
@@ -251,6 +251,25 @@ def make(
     except TypeError as error:
         raise SettingError(f"{group}: {target}: {error}") from error
     return component(**arguments, **settings)
+
+
+def optional_library(name: str, extra: str, wanted_by: str) -> Any:
+    """The module ``name``, which comes with an extra of this package.
+
+    Args:
+        name: as it is imported.
+        extra: of this package.
+        wanted_by: for the message.
+
+    Raises:
+        BadInput: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise BadInput(
+            f'{wanted_by}: {name} can\'t be imported ({error}); pip install "actorlearner[{extra}]"'
+        ) from error
 
 
 def config_dir() -> Path:

@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 Array: TypeAlias = NDArray[Any]
 Observation: TypeAlias = dict[str, Array]
 """Flat mapping from key to array, each in its own dtype. A plain space uses `OBSERVATION`."""
+
+InfoMetrics: TypeAlias = tuple[tuple[str, float], ...]
+"""Finite numbers by name, out of the ``info`` with which an episode ended."""
 
 OBSERVATION = "observation"
 """The key of an observation space that is not a Dict or a Tuple."""
@@ -125,6 +129,22 @@ class ArraySpec:
 
 
 @dataclass(frozen=True, slots=True)
+class NativeSpec:
+    """How the environment itself holds what an `ArraySpec` describes.
+
+    Attributes:
+        dtype: NumPy's name of the space's own dtype.
+        path: keys and indices that lead there through Dict and Tuple spaces.
+        start: of categorical data the environment's value of each entry's category 0, flattened;
+            empty where all count from 0.
+    """
+
+    dtype: str
+    path: tuple[str | int, ...] = ()
+    start: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class EnvSpec:
     """What an agent and a store need to know of an environment.
 
@@ -134,6 +154,8 @@ class EnvSpec:
         action: the spec of one action.
         observation_space: the Gymnasium space in words, for error messages.
         action_space: likewise.
+        native_observation: where each key comes from; empty if it isn't known.
+        native_action: what the environment takes; None if it isn't known.
     """
 
     name: str
@@ -141,6 +163,27 @@ class EnvSpec:
     action: ArraySpec
     observation_space: str = ""
     action_space: str = ""
+    native_observation: dict[str, NativeSpec] = field(default_factory=dict)
+    native_action: NativeSpec | None = None
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> EnvSpec:
+        """The spec that `dataclasses.asdict` and JSON made ``fields`` of.
+
+        Raises:
+            TypeError: these are other fields.
+            KeyError: likewise.
+        """
+
+        def of(kind: Any, values: Mapping[str, Any]) -> Any:
+            return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+        known: dict[str, Any] = dict(fields)
+        for name, kind in (("observation", ArraySpec), ("native_observation", NativeSpec)):
+            known[name] = {key: of(kind, values) for key, values in known[name].items()}
+        known["action"] = of(ArraySpec, known["action"])
+        known["native_action"] = of(NativeSpec, known["native_action"])
+        return cls(**known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +228,14 @@ class Episode(NamedTuple):
         row: the row of the unroll that ended it.
         ret: sum of its raw rewards.
         length: its env steps.
+        info: those of `EnvFactory.info_metrics` that its last step had; none of a life.
     """
 
     stream: int
     row: int
     ret: float
     length: int
+    info: InfoMetrics = ()
 
 
 @dataclass(slots=True)
@@ -350,12 +395,16 @@ class EvaluationRequest(NamedTuple):
         step_limit: env steps after which an episode is cut, None for no limit.
         seed: of the whole evaluation; episode ``i`` starts from ``(seed, i)``.
         env_steps: where the training stood; comes back in the result.
+        films: how many of them to film, the first ones.
+        film_frames: pictures of a film at most; the episode goes on without.
     """
 
     episodes: int
     step_limit: int | None
     seed: int
     env_steps: int = 0
+    films: int = 0
+    film_frames: int = 0
 
 
 class EvaluationResult(NamedTuple):
@@ -367,6 +416,8 @@ class EvaluationResult(NamedTuple):
         cut: how many hit the step limit.
         version: of the snapshot that acted.
         env_steps: as requested.
+        infos: those of `EnvFactory.info_metrics` that the last step of each episode had.
+        films: of the first episodes, GIFs of about a megabyte or less.
     """
 
     returns: tuple[float, ...]
@@ -374,6 +425,8 @@ class EvaluationResult(NamedTuple):
     cut: int
     version: int
     env_steps: int
+    infos: tuple[InfoMetrics, ...] = ()
+    films: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,8 +560,13 @@ class EnvFactory(Protocol):
         """Whether a row that loses a life is terminated (``info["lives"]`` counts lives)."""
         ...
 
-    def __call__(self) -> gymnasium.Env[Any, Any]:
-        """A new environment."""
+    @property
+    def info_metrics(self) -> tuple[str, ...]:
+        """Names of numbers that are noted of an episode where its last ``info`` has them."""
+        ...
+
+    def __call__(self, render_mode: str | None = None) -> gymnasium.Env[Any, Any]:
+        """A new environment; Gymnasium's ``render_mode`` "rgb_array" makes one that is filmed."""
         ...
 
     def vector(self, num_envs: int) -> gymnasium.vector.VectorEnv[Any, Any, Any] | None:
@@ -531,9 +589,11 @@ class Policy(Protocol):
         ...
 
     def act(
-        self, observation: Observation, generator: np.random.Generator
+        self, observation: Observation, generator: np.random.Generator | None
     ) -> tuple[Array, dict[str, Array]]:
         """Actions ``[B, ...]`` for observations ``[B, ...]``, in the spec's dtype, and the extras.
+
+        A greedy policy may get no generator: then it leaves nothing to chance.
 
         Stacked observations come as `ArraySpec.stacked_shape` says; extras are arrays
         ``[B, ...]`` as in `PolicyFactory.extras_spec`.
@@ -723,8 +783,12 @@ class Launcher(Protocol):
     lockstep: bool
     notes: list[str]
 
-    def probe(self, factory: EnvFactory) -> EnvSpec:
-        """What ``factory`` makes, found out where workers live."""
+    def probe(self, factory: EnvFactory, render_mode: str | None = None) -> EnvSpec:
+        """What ``factory`` makes, found out where workers live.
+
+        Raises:
+            BadInput: nothing can be made of it; or it shall be filmed and shows no pictures.
+        """
         ...
 
     def start(self, specs: Sequence[WorkerSpec], snapshot: Snapshot) -> None:
@@ -789,6 +853,26 @@ class MetricSink(Protocol):
         ...
 
 
+class Tracker(MetricSink, Protocol):
+    """An experiment tracker: a sink that also takes the configuration.
+
+    Whatever it raises ends no run: it is told once, and the tracker is left alone from then on.
+    """
+
+    def start(self, config: Mapping[str, Any], run_dir: Path | None, run_id: str | None) -> str:
+        """Begin a run there, or go on with one; called once, before any `write`.
+
+        Args:
+            config: the whole configuration, nested.
+            run_dir: where the run's files are; None for no files.
+            run_id: of the run to go on with; None for a new one.
+
+        Returns:
+            The id of the run.
+        """
+        ...
+
+
 __all__ = [
     "OBSERVATION",
     "ActorLearnerError",
@@ -804,9 +888,11 @@ __all__ = [
     "EvaluationRequest",
     "EvaluationResult",
     "Failure",
+    "InfoMetrics",
     "Launcher",
     "LauncherClosed",
     "MetricSink",
+    "NativeSpec",
     "NonFiniteError",
     "Observation",
     "Policy",
@@ -819,6 +905,7 @@ __all__ = [
     "Store",
     "StreamLayout",
     "StreamState",
+    "Tracker",
     "Unroll",
     "UnsupportedSpace",
     "WorkerError",

@@ -1,53 +1,67 @@
-"""From Gymnasium environments to flat arrays and back.
+"""Recipes of environments: from an id, a class or a function to a Gymnasium environment.
 
-`GymEnvFactory` is the recipe that travels to workers; `EnvAdapter` turns observations into a flat
-mapping of arrays and action indices into what the environment expects. A worker steps its
-environments together: `SeparateEnvs` one after the other, `VectorEnvs` natively.
-
-Legend of the suffixes: B columns, one environment each.
+`GymEnvFactory` is the recipe that travels to workers; `EnvSettings` are the settings of
+``env=gym``. What workers do with environments is in `adapter` and `columns`.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import gymnasium
-import numpy as np
-from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec as GymnasiumSpec
+from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import AutoresetMode
-from numpy.typing import NDArray
 
-from actorlearner.config import Settings, setting
-from actorlearner.contracts import (
-    OBSERVATION,
-    Array,
-    ArraySpec,
-    BadInput,
-    EnvFactory,
-    EnvSpec,
-    Observation,
-    UnsupportedSpace,
-)
+from actorlearner.adapter import GymEnv, is_old_gym
+from actorlearner.columns import GymVectorEnv
+from actorlearner.config import Settings, resolve, setting
+from actorlearner.contracts import BadInput, EnvFactory, SettingError
 
-logger = logging.getLogger(__name__)
-
-GymEnv: TypeAlias = gymnasium.Env[Any, Any]
-GymVectorEnv: TypeAlias = gymnasium.vector.VectorEnv[Any, Any, Any]
 EnvLike: TypeAlias = str | GymnasiumSpec | Callable[..., GymEnv] | EnvFactory
 """What people may hand in as an environment."""
 
+INFO_METRICS = ("success", "is_success")
+"""Names under which environments commonly tell whether an episode succeeded."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class EnvSettings(Settings):
-    """Settings of ``env=gym``."""
+class AnyEnvSettings(Settings):
+    """What the settings of all environments have in common."""
 
     group = "env"
+
+    id: str
+    """A Gymnasium id."""
+    wrappers: tuple[str | dict[str, Any], ...] = ()
+    """Gymnasium wrappers around it, the innermost first: ``gymnasium.wrappers:Class``, or
+    ``{target: gymnasium.wrappers:Class, argument: value}``; other packages need ``trust``."""
+    info_metrics: tuple[str, ...] = INFO_METRICS
+    """Numbers and flags to log of every episode whose last ``info`` has them."""
+
+    def wrappings(self, trust: Sequence[str]) -> tuple[Wrapping, ...]:
+        """What ``wrappers`` name.
+
+        Args:
+            trust: packages that they may be of, besides Gymnasium and this one.
+
+        Raises:
+            SettingError: one is no wrapper, is not trusted, or does not take its arguments.
+        """
+        return tuple(
+            Wrapping.of(wrapper, f"{self.key('wrappers')}[{index}]", trust)
+            for index, wrapper in enumerate(self.wrappers)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvSettings(AnyEnvSettings):
+    """Settings of ``env=gym``."""
 
     id: str = "CartPole-v1"
     """A Gymnasium id, or ``module:Id`` to import the module that registers it."""
@@ -55,11 +69,95 @@ class EnvSettings(Settings):
     """Arguments of the environment's constructor."""
     frame_stack: int = setting(1, low=1, high=255)
     """Observations that the agent sees together, the newest last."""
+    vector: bool = False
+    """Step a worker's environments by the id's own vector environment, unless in lockstep."""
 
-    def factory(self, imports: tuple[str, ...] = ()) -> GymEnvFactory:
-        """The recipe of this environment."""
-        recipe = GymEnvFactory.of(self.id, self.kwargs, imports)
-        return replace(recipe, frame_stack=self.frame_stack)
+    def check(self) -> None:
+        """A vector environment has no place for wrappers of single ones."""
+        if self.vector and self.wrappers:
+            raise SettingError(
+                f"{self.key('vector')}=True: its environments can't be wrapped; leave "
+                f"{self.key('wrappers')} empty, or {self.key('vector')} false"
+            )
+
+    def factory(self, imports: tuple[str, ...] = (), trust: Sequence[str] = ()) -> GymEnvFactory:
+        """The recipe of this environment.
+
+        Raises:
+            BadInput: there is no such id, or no vector environment where one is asked for.
+            SettingError: see `AnyEnvSettings.wrappings`.
+        """
+        recipe = GymEnvFactory.of(self.id, self.kwargs, imports, info_metrics=self.info_metrics)
+        if self.vector:
+            spec = recipe.source
+            assert isinstance(spec, GymnasiumSpec)
+            if spec.vector_entry_point is None:
+                raise BadInput(
+                    f"{self.key('vector')}=True: {self.id} has no vector environment of its own; "
+                    f"leave {self.key('vector')} false"
+                )
+            recipe = replace(recipe, make_vector=functools.partial(_native, spec, self.kwargs))
+        return replace(recipe, frame_stack=self.frame_stack, wrappings=self.wrappings(trust))
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """A Gymnasium wrapper and its arguments.
+
+    Attributes:
+        name: for messages.
+        kind: its class.
+        arguments: of its constructor, besides the environment.
+    """
+
+    name: str
+    kind: Callable[..., GymEnv]
+    arguments: dict[str, Any]
+
+    @classmethod
+    def of(cls, wrapper: str | Mapping[str, Any], key: str, trust: Sequence[str]) -> Wrapping:
+        """The wrapper that a setting names.
+
+        Args:
+            wrapper: its target, or a mapping with ``target`` and arguments.
+            key: where it stands, for messages.
+            trust: see `config.resolve`; Gymnasium's own wrappers need none.
+
+        Raises:
+            SettingError: it is no wrapper, is not trusted, or does not take the arguments.
+        """
+        arguments = {"target": wrapper} if isinstance(wrapper, str) else dict(wrapper)
+        target = arguments.pop("target", None)
+        if not isinstance(target, str):
+            raise SettingError(f"{key}={wrapper}: must name its target, module:Class")
+        name = f"{key}={target}"
+        module, _, class_name = target.partition(":")
+        is_harmless = f"{module}.".startswith("gymnasium.wrappers.") and (
+            class_name != "RecordVideo"  # it writes files where a stranger's config may say
+        )
+        try:
+            kind = resolve(target, [*trust, "gymnasium"] if is_harmless else trust)
+        except SettingError as error:
+            raise SettingError(f"{key}: {error}") from error
+        if not (isinstance(kind, type) and issubclass(kind, gymnasium.Wrapper)):
+            raise SettingError(f"{name}: must be a subclass of gymnasium.Wrapper")
+        try:
+            inspect.signature(kind).bind(None, **arguments)
+        except TypeError as error:
+            raise SettingError(f"{name}: {error}") from error
+        return cls(name, kind, arguments)
+
+    def __call__(self, env: GymEnv) -> GymEnv:
+        """``env`` in the wrapper.
+
+        Raises:
+            BadInput: the wrapper can't be put around it; ``env`` is closed.
+        """
+        try:
+            return self.kind(env, **self.arguments)
+        except Exception as error:
+            env.close()
+            raise BadInput(f"{self.name}: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -71,22 +169,42 @@ class GymEnvFactory:
         source: what makes the environment.
         kwargs: arguments for it.
         imports: modules to import first.
+        wrappings: to be put around it, the innermost first.
+        make_vector: makes many of it as one vector environment; None if there is no such.
         frame_stack: see `contracts.EnvFactory`.
         terminal_on_life_loss: likewise.
+        info_metrics: likewise.
     """
 
     name: str
     source: GymnasiumSpec | Callable[..., GymEnv]
     kwargs: dict[str, Any] = field(default_factory=dict)
     imports: tuple[str, ...] = ()
+    wrappings: tuple[Wrapping, ...] = ()
+    make_vector: Callable[[int], GymVectorEnv] | None = None
     frame_stack: int = 1
     terminal_on_life_loss: bool = False
+    info_metrics: tuple[str, ...] = INFO_METRICS
 
     @classmethod
     def of(
-        cls, env: EnvLike, kwargs: Mapping[str, Any] | None = None, imports: tuple[str, ...] = ()
+        cls,
+        env: EnvLike,
+        kwargs: Mapping[str, Any] | None = None,
+        imports: tuple[str, ...] = (),
+        *,
+        vector: Callable[[int], GymVectorEnv] | None = None,
+        info_metrics: Sequence[str] = INFO_METRICS,
     ) -> GymEnvFactory:
-        """The recipe of an id, spec, class or callable.
+        """The recipe of an id, spec, class or callable; a recipe is taken as it is.
+
+        Args:
+            env: makes one environment.
+            kwargs: arguments for it.
+            imports: modules to import first.
+            vector: makes a number of environments as one vector environment, in autoreset mode
+                NEXT_STEP; used where the seed of every episode need not be kept.
+            info_metrics: see `contracts.EnvFactory`.
 
         Raises:
             BadInput: no such id, or not an environment at all.
@@ -95,49 +213,120 @@ class GymEnvFactory:
             return env
         for module in imports:
             _import(module, "imports")
-        if isinstance(env, gymnasium.Env):
+        if isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv):
             raise BadInput(
                 f"env={env}: an environment object can't be copied to workers; "
                 "give its class, or a function that makes one"
             )
+        source: GymnasiumSpec | Callable[..., GymEnv]
         if isinstance(env, str):
-            module, _, name = env.rpartition(":")
-            if module:
-                _import(module, "env.id")
-            try:
-                spec = gymnasium.spec(name)
-            except gymnasium.error.Error as error:
-                raise BadInput(
-                    f"env.id={env}: {error}; module:Id imports a module first"
-                ) from error
-            return cls(env, spec, dict(kwargs or {}), imports)
-        if isinstance(env, GymnasiumSpec):
-            return cls(env.id, env, dict(kwargs or {}), imports)
-        if callable(env):
+            name, source = env, _registered(env)
+        elif isinstance(env, GymnasiumSpec):
+            name, source = env.id, env
+        elif callable(env):
             own = getattr(env, "name", None)  # of a class it may be a property
             name = own if isinstance(own, str) else getattr(env, "__name__", type(env).__name__)
-            return cls(name, env, dict(kwargs or {}), imports)
-        raise BadInput(f"env={env!r}: give a Gymnasium id, a spec, an Env class or a callable")
+            source = env
+        else:
+            raise BadInput(f"env={env!r}: give a Gymnasium id, a spec, an Env class or a callable")
+        return cls(
+            name,
+            source,
+            dict(kwargs or {}),
+            imports,
+            make_vector=vector,
+            info_metrics=tuple(info_metrics),
+        )
 
-    def __call__(self) -> GymEnv:
+    def __call__(self, render_mode: str | None = None) -> GymEnv:
         """A new environment.
 
         Raises:
-            BadInput: what came out is no Gymnasium environment.
+            BadInput: what came out is no Gymnasium environment, or can't be wrapped.
         """
         for module in self.imports:
             importlib.import_module(module)
-        if isinstance(self.source, GymnasiumSpec):
-            env = gymnasium.make(self.source, disable_env_checker=True, **self.kwargs)
-        else:
-            env = self.source(**self.kwargs)
-        if not isinstance(env, gymnasium.Env):
-            raise BadInput(f"env factory {self.name} returned {env!r}, not a gymnasium.Env")
+        env = self._checked(self._make(render_mode))
+        for wrapping in self.wrappings:
+            env = wrapping(env)
         return env
 
+    def _make(self, render_mode: str | None) -> Any:
+        arguments = dict(self.kwargs)
+        if render_mode is not None and self._takes_render_mode():
+            arguments["render_mode"] = render_mode
+        if isinstance(self.source, GymnasiumSpec):
+            return gymnasium.make(self.source, disable_env_checker=True, **arguments)
+        return self.source(**arguments)
+
+    def _takes_render_mode(self) -> bool:
+        """Whether what makes the environment can be told how it shall show itself."""
+        maker: Any = self.source
+        if isinstance(maker, GymnasiumSpec):
+            maker = maker.entry_point
+        if isinstance(maker, str):
+            maker = load_env_creator(maker)
+        try:
+            parameters = inspect.signature(maker).parameters.values()
+        except ValueError:  # not written in Python
+            return False
+        return any(p.name == "render_mode" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+    def _checked(self, env: Any) -> GymEnv:
+        if isinstance(env, gymnasium.Env):
+            return env
+        hint = ""
+        if isinstance(env, gymnasium.vector.VectorEnv):
+            hint = (
+                ", but a vector environment; let it make a single one, and give what makes many as "
+                "GymEnvFactory.of(make_env, vector=make_vector_env)"
+            )
+            env.close()
+        elif is_old_gym(type(env)):
+            hint = ", but of the old gym package; gymnasium is needed"
+        raise BadInput(f"env factory {self.name} returned {env!r}, not a gymnasium.Env{hint}")
+
     def vector(self, num_envs: int) -> GymVectorEnv | None:
-        """See `contracts.EnvFactory`: there is none."""
-        return None
+        """See `contracts.EnvFactory`.
+
+        Raises:
+            BadInput: what came out is no vector environment of ``num_envs``.
+        """
+        if self.make_vector is None:
+            return None
+        for module in self.imports:
+            importlib.import_module(module)
+        env = self.make_vector(num_envs)
+        if not isinstance(env, gymnasium.vector.VectorEnv) or env.num_envs != num_envs:
+            raise BadInput(
+                f"the vector environment of {self.name}: {env!r} came, "
+                f"{num_envs} environments in a gymnasium.vector.VectorEnv are needed"
+            )
+        return env
+
+
+def _native(spec: GymnasiumSpec, kwargs: Mapping[str, Any], num_envs: int) -> GymVectorEnv:
+    """The vector environment of ``spec``, in the mode that is needed if it can be asked for."""
+    point = spec.vector_entry_point
+    assert point is not None
+    make = gymnasium.envs.registration.load_env_creator(point) if isinstance(point, str) else point
+    wanted: dict[str, Any] = dict(kwargs)
+    if "autoreset_mode" in inspect.signature(make).parameters:
+        wanted["autoreset_mode"] = AutoresetMode.NEXT_STEP
+    return gymnasium.make_vec(
+        spec, num_envs=num_envs, vectorization_mode="vector_entry_point", **wanted
+    )
+
+
+def _registered(env: str) -> GymnasiumSpec:
+    """The spec of ``id`` or ``module:Id``."""
+    module, _, name = env.rpartition(":")
+    if module:
+        _import(module, "env.id")
+    try:
+        return gymnasium.spec(name)
+    except gymnasium.error.Error as error:
+        raise BadInput(f"env.id={env}: {error}; module:Id imports a module first") from error
 
 
 def _import(module: str, key: str) -> None:
@@ -145,405 +334,3 @@ def _import(module: str, key: str) -> None:
         importlib.import_module(module)
     except ImportError as error:
         raise BadInput(f"{key}={module}: can't be imported: {error}") from error
-
-
-EnvStep: TypeAlias = tuple[Observation, float, bool, bool, bool]
-"""What one env step of one environment gave: the next (or final) observation, the raw reward,
-whether the episode is over, whether it was cut, and whether a life was lost and it goes on."""
-
-
-class EnvAdapter:
-    """One environment, spoken to in arrays.
-
-    Attributes:
-        spec: its description.
-        env: the environment.
-        needs_no_adapting: whether its observation is one array and its action an index from 0, so
-            that only shapes and rewards are to be checked.
-    """
-
-    def __init__(
-        self, env: GymEnv, name: str, frame_stack: int = 1, tells_lives: bool = False
-    ) -> None:
-        """Wrap ``env``.
-
-        Args:
-            env: to be wrapped.
-            name: for messages.
-            frame_stack: only noted in `spec`.
-            tells_lives: watch ``info["lives"]``.
-
-        Raises:
-            UnsupportedSpace: for a space that has no array form; names the key.
-        """
-        self.env = env
-        self._tells_lives = tells_lives
-        self._lives = 0
-        observation_space, action_space = env.observation_space, env.action_space
-        found = _leaves(observation_space, (), name)
-        leaves = dict(found)
-        if len(leaves) < len(found):
-            keys = [key for key, _ in found]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise UnsupportedSpace(f"{name}: two parts of its observation space are called {twice}")
-        self._action_offset = _offset(action_space)
-        action = _array_spec(action_space, name, "its action space")
-        self._action_is_scalar = action.is_discrete
-        specs = {
-            key: replace(_array_spec(space, name, key), stack=frame_stack)
-            for key, (_, space) in leaves.items()
-        }
-        self.spec = EnvSpec(name, specs, action, str(observation_space), str(action_space))
-        self._leaves = [
-            (key, path, _offset(space), specs[key].shape) for key, (path, space) in leaves.items()
-        ]
-        self.needs_no_adapting = (
-            isinstance(observation_space, spaces.Box)
-            and action.is_discrete
-            and self._action_offset == 0
-            and not tells_lives
-        )
-
-    def reset(self, seed: int | None) -> Observation:
-        """Start an episode; ``seed`` None goes on with the environment's own generator.
-
-        Raises:
-            BadInput: the observation has not the shape that the space promises.
-        """
-        observation, info = self.env.reset(seed=seed)
-        if self._tells_lives:
-            self._lives = self._lives_of(info)
-        return self.flatten(observation, "reset")
-
-    def step(self, action: Any) -> EnvStep:
-        """One env step.
-
-        Args:
-            action: an index for a discrete space, else an array.
-
-        Raises:
-            BadInput: the observation has not the shape that the space promises, or the reward is
-                not one number.
-        """
-        if self._action_is_scalar:
-            native: Any = int(action)
-            if self._action_offset:
-                native += self._action_offset
-        else:
-            native = (
-                np.array(action) if self._action_offset is None else action + self._action_offset
-            )
-        observation, reward, terminated, truncated, info = self.env.step(native)
-        if type(reward) is not float:
-            reward = self.number(reward)
-        lost_life = False
-        if self._tells_lives:
-            lives, self._lives = self._lives, self._lives_of(info)
-            lost_life = self._lives < lives and not (terminated or truncated)
-        flat = self.flatten(observation, "step")
-        return flat, reward, bool(terminated), bool(truncated), lost_life
-
-    def _lives_of(self, info: Mapping[str, Any]) -> int:
-        if "lives" not in info:
-            raise BadInput(
-                f"{self.spec.name}: info has no lives, so terminal_on_life_loss can't be kept"
-            )
-        return int(info["lives"])
-
-    def number(self, reward: Any) -> float:
-        """``reward`` as a number.
-
-        Raises:
-            BadInput: it is not one number.
-        """
-        try:
-            return float(np.asarray(reward).item())  # an array of one number is common
-        except (TypeError, ValueError) as error:
-            raise BadInput(
-                f"{self.spec.name}: step gave the reward {reward!r}; it must be one number"
-            ) from error
-
-    def close(self) -> None:
-        """Close the environment."""
-        self.env.close()
-
-    def flatten(self, observation: Any, source: str) -> Observation:
-        """``observation`` by keys, counting from 0.
-
-        Raises:
-            BadInput: it has not the shape that the space promises; ``source`` gave it.
-        """
-        flat = {}
-        for key, path, offset, shape in self._leaves:
-            leaf = observation
-            for part in path:
-                leaf = leaf[part]
-            if np.shape(leaf) != shape:  # an assignment would broadcast what fits
-                raise BadInput(
-                    f"{self.spec.name}: {source} gave {key} of shape {np.shape(leaf)}; "
-                    f"its observation space promises {shape}"
-                )
-            flat[key] = leaf if offset is None else leaf - offset
-        return flat
-
-
-class ColumnSteps(NamedTuple):
-    """What one step of many environments gave: 0 and False in columns that rested.
-
-    Attributes:
-        reward: float ``[B]``, raw.
-        terminated: bool ``[B]``, as `EnvStep`.
-        truncated: bool ``[B]``.
-        lost_life: bool ``[B]``.
-    """
-
-    reward: NDArray[Any]
-    terminated: NDArray[np.bool_]
-    truncated: NDArray[np.bool_]
-    lost_life: NDArray[np.bool_]
-
-
-class Envs(Protocol):
-    """The environments of one worker.
-
-    A column whose episode has ended *rests* in the next step and is restarted after it.
-    Observations go to ``into``, arrays ``[B, ...]``; those of columns that rest stay as they are.
-    """
-
-    def begin(self, seeds: NDArray[np.int64], into: Observation) -> None:
-        """Start the first episodes, from ``seeds`` (int64 ``[B]``)."""
-        ...
-
-    def step(self, action: Array, resting: NDArray[np.bool_], into: Observation) -> ColumnSteps:
-        """One env step of every column that does not rest."""
-        ...
-
-    def restart(self, column: int, seed: int | None, into: Observation) -> None:
-        """Start the next episode of ``column``, which has rested."""
-        ...
-
-    def close(self) -> None:
-        """Close every environment."""
-        ...
-
-
-class SeparateEnvs:
-    """`Envs` stepped one after the other.
-
-    Attributes:
-        adapters: one per column.
-    """
-
-    def __init__(self, adapters: Sequence[EnvAdapter]) -> None:
-        """Step ``adapters``, which are this object's to close."""
-        self.adapters = list(adapters)
-
-    def begin(self, seeds: NDArray[np.int64], into: Observation) -> None:
-        """See `Envs`."""
-        for column, seed in enumerate(seeds.tolist()):
-            self.restart(column, seed, into)
-
-    def step(self, action: Array, resting: NDArray[np.bool_], into: Observation) -> ColumnSteps:
-        """See `Envs`."""
-        if all(adapter.needs_no_adapting for adapter in self.adapters):
-            return self._step_unadapted(action.tolist(), resting.tolist(), into[OBSERVATION])
-        rests: list[bool] = resting.tolist()
-        steps: list[EnvStep] = []
-        scalar = self.adapters[0].spec.action.is_discrete
-        actions = action.tolist() if scalar else action
-        for column, adapter in enumerate(self.adapters):
-            if rests[column]:
-                steps.append(_RESTED)
-                continue
-            step = adapter.step(actions[column])
-            for key, value in step[0].items():
-                into[key][column] = value
-            steps.append(step)
-        _, *outcomes = zip(*steps, strict=True)
-        return ColumnSteps(*map(np.array, outcomes))
-
-    def _step_unadapted(self, actions: list[int], rests: list[bool], rows: Array) -> ColumnSteps:
-        """As `step`, for the commonest environments, where calls would cost more than they do."""
-        shape = rows.shape[1:]
-        steps: list[tuple[Any, ...]] = []
-        for column, adapter in enumerate(self.adapters):
-            if rests[column]:
-                steps.append(_RESTED)
-                continue
-            step = adapter.env.step(actions[column])
-            observation = step[0]
-            if getattr(observation, "shape", None) != shape:  # a list, or an error
-                observation = adapter.flatten(observation, "step")[OBSERVATION]
-            rows[column] = observation
-            steps.append(step)
-        _, rewards, terminated, truncated, _ = zip(*steps, strict=True)
-        if set(map(type, rewards)) != {float}:
-            rewards = tuple(a.number(r) for a, r in zip(self.adapters, rewards, strict=True))
-        never = np.zeros(len(rests), np.bool_)
-        flags = np.array(terminated, np.bool_), np.array(truncated, np.bool_)
-        return ColumnSteps(np.array(rewards), *flags, never)
-
-    def restart(self, column: int, seed: int | None, into: Observation) -> None:
-        """See `Envs`."""
-        for key, value in self.adapters[column].reset(seed).items():
-            into[key][column] = value
-
-    def close(self) -> None:
-        """Close every environment, whatever one of them says to it. Idempotent."""
-        adapters, self.adapters = self.adapters, []
-        for adapter in adapters:
-            close(adapter)
-
-
-_RESTED: EnvStep = ({}, 0.0, False, False, False)
-
-
-class VectorEnvs:
-    """`Envs` that one Gymnasium vector environment steps: plain Box observations, Discrete actions.
-
-    In NEXT_STEP mode its call after an end only resets; that is the step in which a column rests.
-    """
-
-    def __init__(self, env: GymVectorEnv, spec: EnvSpec, tells_lives: bool) -> None:
-        """Step ``env``.
-
-        Args:
-            env: this object's to close.
-            spec: of one environment; where an observation has an axis of length 1 more, it goes.
-            tells_lives: watch ``info["lives"]``.
-
-        Raises:
-            BadInput: the environment's autoreset mode is another.
-        """
-        mode = env.metadata.get("autoreset_mode")
-        if mode != AutoresetMode.NEXT_STEP:
-            raise BadInput(
-                f"{spec.name}: a vector environment must run in autoreset mode NEXT_STEP, "
-                f"this one's is {mode}; make it with autoreset_mode=AutoresetMode.NEXT_STEP"
-            )
-        self._env = env
-        self._num_actions = spec.action.categories[0]
-        self._tells_lives = tells_lives
-        self._lives_B = np.zeros(env.num_envs, np.int64)
-        self._never_B = np.zeros(env.num_envs, np.bool_)
-
-    def begin(self, seeds: NDArray[np.int64], into: Observation) -> None:
-        """See `Envs`."""
-        observation, info = self._env.reset(seed=seeds)  # type: ignore[arg-type] # ALE's takes it
-        self._put(observation, into)
-        if self._tells_lives:
-            self._lives_B = info["lives"]
-
-    def step(self, action: Array, resting: NDArray[np.bool_], into: Observation) -> ColumnSteps:
-        """See `Envs`.
-
-        Raises:
-            ValueError: an action is out of range, at which native code may hang.
-        """
-        if action.min() < 0 or action.max() >= self._num_actions:
-            raise ValueError(f"action={action}: must be in [0, {self._num_actions})")
-        observation, reward, terminated, truncated, info = self._env.step(action)
-        self._put(observation, into)
-        lost_life = self._never_B
-        if self._tells_lives:
-            lives, self._lives_B = self._lives_B, info["lives"]
-            lost_life = (self._lives_B < lives) & ~(terminated | truncated | resting)
-        return ColumnSteps(reward, terminated, truncated, lost_life)
-
-    def _put(self, observation: Array, into: Observation) -> None:
-        rows = into[OBSERVATION]
-        rows[...] = observation.reshape(rows.shape)
-
-    def restart(self, column: int, seed: int | None, into: Observation) -> None:
-        """See `Envs`: the vector environment has done it."""
-
-    def close(self) -> None:
-        """Close the vector environment."""
-        close(self._env)
-
-
-def adapt(factory: EnvFactory) -> EnvAdapter:
-    """A new environment, adapted, or closed if it can't be."""
-    env = factory()
-    try:
-        return EnvAdapter(env, factory.name, factory.frame_stack, factory.terminal_on_life_loss)
-    except Exception:
-        env.close()
-        raise
-
-
-def make_envs(factory: EnvFactory, spec: EnvSpec, num_envs: int, seeded: bool) -> Envs:
-    """``num_envs`` environments, native ones where there are such.
-
-    Args:
-        factory: makes them.
-        spec: of one.
-        num_envs: how many.
-        seeded: whether `Envs.restart` must keep its seeds.
-    """
-    vector = None if seeded else factory.vector(num_envs)
-    if vector is None:
-        envs = SeparateEnvs([])
-        try:
-            for _ in range(num_envs):
-                envs.adapters.append(adapt(factory))
-        except BaseException:
-            envs.close()
-            raise
-        return envs
-    try:
-        return VectorEnvs(vector, spec, factory.terminal_on_life_loss)
-    except BaseException:
-        vector.close()
-        raise
-
-
-def close(env: EnvAdapter | GymVectorEnv) -> None:
-    """Close ``env``; a failure is only logged, as it must not hide what came before."""
-    try:
-        env.close()
-    except Exception:
-        logger.warning("closing %s failed", env, exc_info=True)
-
-
-def _leaves(
-    space: spaces.Space[Any], path: tuple[Any, ...], name: str
-) -> list[tuple[str, tuple[tuple[Any, ...], spaces.Space[Any]]]]:
-    """``(key, (path, space))`` of every leaf; keys join the path with dots."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
-        found = [leaf for key, part in parts for leaf in _leaves(part, (*path, key), name)]
-        if not found:
-            raise UnsupportedSpace(f"{name}: observation space {space} holds nothing")
-        return found
-    return [(".".join(map(str, path)) or OBSERVATION, (path, space))]
-
-
-def _array_spec(space: spaces.Space[Any], name: str, what: str) -> ArraySpec:
-    if isinstance(space, spaces.Discrete):
-        return ArraySpec((), "int64", (int(space.n),))
-    if isinstance(space, spaces.MultiDiscrete):
-        return ArraySpec(tuple(space.nvec.shape), "int64", tuple(map(int, space.nvec.flat)))
-    if isinstance(space, spaces.MultiBinary):
-        return ArraySpec(tuple(space.shape), "int8", (2,) * int(np.prod(space.shape)))
-    if isinstance(space, spaces.Box):
-        return ArraySpec(tuple(space.shape), np.dtype(space.dtype).name)
-    kind = type(space)
-    hint = "a space of the old gym package? gymnasium's are needed" if _is_old_gym(kind) else (
-        "Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of these are understood"
-    )  # fmt: skip
-    raise UnsupportedSpace(f"{name}: {what} is {space} ({kind.__module__}.{kind.__name__}); {hint}")
-
-
-def _is_old_gym(kind: type) -> bool:
-    return any(base.__module__.partition(".")[0] == "gym" for base in inspect.getmro(kind))
-
-
-def _offset(space: spaces.Space[Any]) -> Any:
-    """What to add to a value that counts from 0; None for nothing."""
-    if isinstance(space, spaces.Discrete):
-        return int(space.start)
-    if isinstance(space, spaces.MultiDiscrete):
-        start = getattr(space, "start", None)
-        return np.asarray(start) if start is not None and np.any(start) else None
-    return None

@@ -6,26 +6,30 @@ Each needs a package of an extra (``pip install "actorlearner[atari]"``).
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import gymnasium
 from gymnasium.wrappers import AtariPreprocessing
 
-from actorlearner.config import Settings, setting
+from actorlearner.adapter import GymEnv
+from actorlearner.columns import GymVectorEnv
+from actorlearner.config import setting
 from actorlearner.contracts import BadInput
-from actorlearner.envs import GymEnv, GymEnvFactory, GymVectorEnv
+from actorlearner.envs import AnyEnvSettings, GymEnvFactory
+
+_FRAMES_PER_S = 60  # of an Atari
 
 
 @dataclass(frozen=True, kw_only=True)
-class AtariSettings(Settings):
+class AtariSettings(AnyEnvSettings):
     """Settings of ``env=atari``: the preprocessing of Machado et al. (2018), arXiv:1709.06009.
 
     The games come with ale-py. An env step is ``frame_skip`` frames, of the last two of which the
     agent sees the maximum. A life loss is noticed after the frames of its env step.
+    ``wrappers`` go around all that.
     """
-
-    group = "env"
 
     id: str = "ALE/Breakout-v5"
     """A Gymnasium id of ale-py."""
@@ -50,13 +54,14 @@ class AtariSettings(Settings):
     max_frames: int = setting(108_000, low=1)
     """Frames after which a game is truncated."""
     vector: bool = True
-    """Step a worker's games by ale-py's vector environment, unless in lockstep."""
+    """Step a worker's games by ale-py's vector environment, unless in lockstep or wrapped."""
 
-    def factory(self, imports: tuple[str, ...] = ()) -> AtariEnvFactory:
+    def factory(self, imports: tuple[str, ...] = (), trust: Sequence[str] = ()) -> AtariEnvFactory:
         """The recipe of this environment.
 
         Raises:
             BadInput: ale-py or OpenCV is missing, or the id is none of ale-py's.
+            SettingError: see `AnyEnvSettings.wrappings`.
         """
         _require("ale_py", "env=atari", "atari")
         _require("cv2", "env=atari", "atari")
@@ -70,6 +75,8 @@ class AtariSettings(Settings):
             imports=imports,
             frame_stack=self.frame_stack,
             terminal_on_life_loss=self.terminal_on_life_loss,
+            info_metrics=self.info_metrics,
+            wrappings=self.wrappings(trust),
             settings=self,
         )
 
@@ -85,8 +92,7 @@ class AtariEnvFactory(GymEnvFactory):
 
     settings: AtariSettings = field(default_factory=AtariSettings)
 
-    def __call__(self) -> GymEnv:
-        """See `contracts.EnvFactory`."""
+    def _make(self, render_mode: str | None) -> GymEnv:
         s = self.settings
         _quieten()
         assert isinstance(self.source, gymnasium.envs.registration.EnvSpec)
@@ -97,7 +103,9 @@ class AtariEnvFactory(GymEnvFactory):
             repeat_action_probability=s.sticky_actions,
             full_action_space=s.full_action_space,
             max_num_frames_per_episode=s.max_frames,
+            render_mode=render_mode,
         )
+        env.metadata = {**env.metadata, "render_fps": _FRAMES_PER_S / s.frame_skip}
         if s.fire_on_reset and "FIRE" in env.unwrapped.get_action_meanings():  # type: ignore[attr-defined]
             env = _FireOnReset(env)
         return AtariPreprocessing(
@@ -119,7 +127,7 @@ class AtariEnvFactory(GymEnvFactory):
         from ale_py.vector_env import AtariVectorEnv
 
         s = self.settings
-        if not s.vector:
+        if not s.vector or self.wrappings:
             return None
         _quieten()
         assert isinstance(self.source, gymnasium.envs.registration.EnvSpec)
@@ -153,10 +161,8 @@ class _FireOnReset(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MinAtarSettings(Settings):
+class MinAtarSettings(AnyEnvSettings):
     """Settings of ``env=minatar``: five small games (Young & Tian 2019, arXiv:1903.03176)."""
-
-    group = "env"
 
     id: str = "MinAtar/Breakout-v0"
     """``-v0`` has all six actions, ``-v1`` those that the game uses."""
@@ -165,11 +171,12 @@ class MinAtarSettings(Settings):
     difficulty_ramping: bool = True
     """Games get harder as they go on."""
 
-    def factory(self, imports: tuple[str, ...] = ()) -> GymEnvFactory:
+    def factory(self, imports: tuple[str, ...] = (), trust: Sequence[str] = ()) -> GymEnvFactory:
         """The recipe of this environment.
 
         Raises:
             BadInput: MinAtar is missing, or has no such game.
+            SettingError: see `AnyEnvSettings.wrappings`.
         """
         minatar = _require("minatar.gym", "env=minatar", "minatar")
         if "MinAtar/Breakout-v0" not in gymnasium.registry:
@@ -178,21 +185,20 @@ class MinAtarSettings(Settings):
             "sticky_action_prob": self.sticky_actions,
             "difficulty_ramping": self.difficulty_ramping,
         }
-        factory = MinAtarEnvFactory.of(self.id, arguments, imports)
+        factory = MinAtarEnvFactory.of(self.id, arguments, imports, info_metrics=self.info_metrics)
         if not _is_of(factory.source, "minatar"):
             raise BadInput(
                 f"env.id={self.id}: is no game of MinAtar; they read MinAtar/Breakout-v0"
             )
-        return factory
+        return replace(factory, wrappings=self.wrappings(trust))
 
 
 @dataclass(frozen=True)
 class MinAtarEnvFactory(GymEnvFactory):
     """Makes games whose episodes follow from their seeds and actions alone."""
 
-    def __call__(self) -> GymEnv:
-        """See `contracts.EnvFactory`."""
-        return _ForgetAction(super().__call__())
+    def _make(self, render_mode: str | None) -> GymEnv:
+        return _ForgetAction(super()._make(render_mode))
 
 
 class _ForgetAction(gymnasium.Wrapper[Any, Any, Any, Any]):

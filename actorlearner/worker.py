@@ -6,21 +6,25 @@ Legend of the suffixes: B columns, one stream each.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from actorlearner.adapter import info_metrics
+from actorlearner.columns import ColumnSteps, Envs, SeparateEnvs, adapt, close, make_envs
 from actorlearner.contracts import (
     Array,
+    BadInput,
     EnvFactory,
     EnvSpec,
     Episode,
     EvaluationRequest,
     EvaluationResult,
     Failure,
+    InfoMetrics,
     NonFiniteError,
     Observation,
     Policy,
@@ -29,9 +33,9 @@ from actorlearner.contracts import (
     Unroll,
     WorkerSpec,
 )
-from actorlearner.envs import ColumnSteps, Envs, SeparateEnvs, adapt, close, make_envs
 from actorlearner.frames import FrameStack
 from actorlearner.streams import stream_seed
+from actorlearner.video import RENDER_MODE, Film
 
 EVALUATION_ENVS = 8
 """Environments that an evaluation steps together."""
@@ -55,6 +59,7 @@ class EnvWorker:
         self.notes: list[str] = []
         self._envs: Envs = SeparateEnvs([])
         self._evaluation_envs = SeparateEnvs([])
+        self._filmable = 0  # of these, the first ones
         self._sequence = spec.first_sequence
         self._snapshot: Snapshot | None = None
 
@@ -145,6 +150,7 @@ class EnvWorker:
 
         Raises:
             NonFiniteError: an observation or a reward is NaN or infinite.
+            BadInput: a categorical observation is none of its categories.
         """
         spec = self.spec
         if not self._has_begun:
@@ -175,7 +181,7 @@ class EnvWorker:
             env_s -= now - (now := time.perf_counter())
         for key, array in into.observation.items():
             self._observation[key][:] = array[-1]
-        self._check_finite(into)
+        self._check_numbers(into)
         into.seconds = {"env": env_s, "policy": policy_s}
         self._sequence += 1
 
@@ -219,14 +225,18 @@ class EnvWorker:
         """Add to the scores; the episodes and the lives that ended."""
         ended_B = steps.terminated | steps.truncated
         self._episode_score.add(steps.reward, valid_B)
-        episodes = self._episode_score.take(ended_B, row, self.spec.streams)
+        episodes = self._episode_score.take(ended_B, row, self.spec.streams, self._info_of)
         if not self.spec.env_factory.terminal_on_life_loss:
             return episodes, []
         self._life_score.add(steps.reward, valid_B)
         return episodes, self._life_score.take(ended_B | steps.lost_life, row, self.spec.streams)
 
-    def _check_finite(self, unroll: Unroll) -> None:
+    def _info_of(self, column: int) -> InfoMetrics:
+        return self._envs.info_metrics(column, self.spec.env_factory.info_metrics)
+
+    def _check_numbers(self, unroll: Unroll) -> None:
         self.phase = "step"
+        self._check_categories(unroll)
         fields = {f"observation {key!r}": array for key, array in unroll.observation.items()}
         for name, array in {**fields, "reward": unroll.reward}.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
@@ -236,6 +246,20 @@ class EnvWorker:
                     f"{name} is {array[index]} in stream {self.spec.streams[column]}, at or just "
                     f"before row {row} of unroll {self._sequence}; the environment must give "
                     "finite numbers"
+                )
+
+    def _check_categories(self, unroll: Unroll) -> None:
+        for key, spec in self.spec.env_spec.observation.items():
+            if not spec.categories:
+                continue
+            array = unroll.observation[key]
+            limits = np.array(spec.categories).reshape(spec.shape)
+            if array.min(initial=0) < 0 or (array >= limits).any():
+                index = tuple(np.argwhere((array < 0) | (array >= limits))[0])
+                raise BadInput(
+                    f"{self.spec.env_factory.name}: observation {key!r} is out of its space: "
+                    f"counted from 0 it is {array[index]}, where the space has "
+                    f"{np.broadcast_to(limits, array.shape)[index]} values"
                 )
 
     # ------------------------------------------------------------------------ evaluating
@@ -256,9 +280,14 @@ class EnvWorker:
         spec = self.spec
         count = min(EVALUATION_ENVS, request.episodes)
         self.phase = "constructing the environment"
+        filmed = min(request.films, count)  # so episode i is in column i
+        if filmed > self._filmable:
+            self._evaluation_envs.close()
+            self._filmable = filmed
         envs = self._evaluation_envs.adapters
         while len(envs) < count:
-            envs.append(adapt(spec.env_factory))
+            envs.append(adapt(spec.env_factory, RENDER_MODE if len(envs) < filmed else None))
+        films = [Film(env.fps, request.film_frames) for env in envs[:filmed]]
         self.phase = "constructing the policy"
         policy = self._make_policy(greedy=True)
         policy.load(snapshot)
@@ -269,6 +298,7 @@ class EnvWorker:
         episode = [-1] * count
         first_B = np.zeros(count, np.bool_)
         returns, lengths = np.zeros(request.episodes), np.zeros(request.episodes, np.int64)
+        infos: list[InfoMetrics] = [()] * request.episodes
         cut = 0
 
         def begin(column: int) -> None:
@@ -278,6 +308,13 @@ class EnvWorker:
                 seed = stream_seed(request.seed, 0, episode[column], evaluation=True)
                 self._evaluation_envs.restart(column, seed, observation)
                 first_B[column] = True
+                film(episode[column])
+
+        def film(number: int) -> None:
+            if number < filmed and not films[number].is_full:
+                before, self.phase = self.phase, "rendering an evaluation episode"
+                films[number].add(envs[number].render())
+                self.phase = before
 
         for column in range(count):
             begin(column)
@@ -290,14 +327,17 @@ class EnvWorker:
             for column, number in enumerate(episode):
                 if number < 0:
                     continue
-                following, reward, terminated, truncated, _ = envs[column].step(action[column])
+                step = envs[column].step(action[column])
+                following, reward, terminated, truncated, _, info = step
                 for key, value in following.items():
                     observation[key][column] = value
+                film(number)
                 returns[number] += reward
                 lengths[number] += 1
                 limited = request.step_limit is not None and lengths[number] >= request.step_limit
                 if terminated or truncated or limited:
                     cut += not (terminated or truncated)
+                    infos[number] = info_metrics(info, spec.env_factory.info_metrics)
                     begin(column)
         if not np.isfinite(returns).all():
             raise NonFiniteError(f"the evaluation's returns are {returns}; rewards must be finite")
@@ -307,6 +347,8 @@ class EnvWorker:
             cut,
             snapshot.version,
             request.env_steps,
+            tuple(infos),
+            tuple(film.gif() for film in films),
         )
 
     def failure(self, error: BaseException) -> Failure:
@@ -336,25 +378,44 @@ class Score:
         self._return_B += reward_B
         self._length_B += valid_B
 
-    def take(self, ended_B: NDArray[np.bool_], row: int, streams: Sequence[int]) -> list[Episode]:
-        """What ended in ``row``; those columns begin anew."""
+    def take(
+        self,
+        ended_B: NDArray[np.bool_],
+        row: int,
+        streams: Sequence[int],
+        info_of: Callable[[int], InfoMetrics] = lambda _: (),
+    ) -> list[Episode]:
+        """What ended in ``row``; those columns begin anew.
+
+        Args:
+            ended_B: which did.
+            row: of the unroll.
+            streams: of the columns.
+            info_of: numbers that a column's episode ended with.
+        """
         if not ended_B.any():
             return []
         columns = np.flatnonzero(ended_B)
         returns, lengths = self._return_B[columns].tolist(), self._length_B[columns].tolist()
         ended = [
-            Episode(streams[column], row, ret, length)
+            Episode(streams[column], row, ret, length, info_of(column))
             for column, ret, length in zip(columns.tolist(), returns, lengths, strict=True)
         ]
         self._return_B[columns], self._length_B[columns] = 0.0, 0
         return ended
 
 
-def probe(factory: EnvFactory) -> EnvSpec:
-    """What ``factory`` makes, after a first look at what it really gives."""
-    adapter = adapt(factory)
+def probe(factory: EnvFactory, render_mode: str | None = None) -> EnvSpec:
+    """What ``factory`` makes, after a first look at what it really gives.
+
+    Raises:
+        BadInput: it gives something else than it promises; or with a ``render_mode`` no pictures.
+    """
+    adapter = adapt(factory, render_mode)
     try:
-        adapter.reset(None)
+        adapter.check_dtypes(adapter.reset(None))
+        if render_mode is not None:
+            adapter.render()
         return adapter.spec
     finally:
         close(adapter)

@@ -113,7 +113,7 @@ class Parts:
         tree: Any = OmegaConf.to_container(config, resolve=True)
         return cls(
             trainer,
-            make(tree["env"], "env", "factory", trust).factory(tuple(tree["imports"])),
+            make(tree["env"], "env", "factory", trust).factory(tuple(tree["imports"]), trust),
             make(tree["replay"], "replay", "sample", trust),
             make(tree["agent"], "agent", "training_steps", trust),
         )

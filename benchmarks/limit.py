@@ -156,8 +156,10 @@ def _steps(recipe: Recipe, rank: int, envs: Any) -> Iterator[int]:
 def vector_env(recipe: Recipe) -> Any:
     """A vector environment in one process, with what the recipe's factory makes or its equal."""
     factory, stack = recipe.factory, recipe.factory.frame_stack
-    if isinstance(factory, AtariEnvFactory) and factory.settings.vector:
-        return factory.vector(recipe.num_envs, stack)  # its own stacks, as users have them
+    if isinstance(factory, AtariEnvFactory):
+        vector = factory.vector(recipe.num_envs, stack)  # its own stacks, as users have them
+        if vector is not None:
+            return vector
 
     def make() -> Any:
         env = factory()

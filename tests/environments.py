@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
+from actorlearner.adapter import EnvAdapter
 from actorlearner.contracts import EnvSpec, Snapshot, Unroll, WorkerSpec
-from actorlearner.envs import EnvAdapter, GymEnvFactory
+from actorlearner.envs import GymEnvFactory
 from actorlearner.streams import assign_streams, stream_seed
 
 NUM_ACTIONS = 1_000_000
@@ -63,6 +64,23 @@ class Places(gymnasium.Env):
         is_end = step + 1 == length
         terminated, truncated = is_end and end != "truncated", is_end and end != "terminated"
         return self.place, pay(episode, step), terminated, truncated, {}
+
+
+class Pictured(Places):
+    """Shows the step it is at, as a gray."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 5}
+    made: ClassVar[list[str | None]] = []
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        super().__init__()
+        self.render_mode = render_mode
+        self.made.append(render_mode)
+
+    def render(self) -> Any:
+        if self.render_mode is None:
+            return None
+        return np.full((4, 4, 3), 20 * self.place[2], np.uint8)
 
 
 class RowChecker:
@@ -120,7 +138,7 @@ class RowChecker:
                 assert there == [*tag, step + 1, action]
                 self._return[stream] = self._return.get(stream, 0.0) + reward
                 if is_end:
-                    ended.append((stream, row, self._return.pop(stream), length))
+                    ended.append((stream, row, self._return.pop(stream), length, ()))
             fields = ("action", "reward", "terminated", "truncated", "valid", "first")
             assert tuple(getattr(unroll, name)[row, column] for name in fields) == expected
         self._last[stream], self._episode[stream] = places[-1], episode

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import math
 import os
 import signal
 import sys
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from actorlearner.worker import EnvWorker
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_NUMBERS = ("stream", "row", "ret", "length")  # of an `Episode`; the rest of it is `info`
 
 
 class Commit(NamedTuple):
@@ -81,20 +83,23 @@ class Slot:
         rest = {name: array for name, array in arrays.items() if name != self._ENDED}
         self.unroll = Unroll.from_arrays(spec.index, spec.streams, rest)
         self._ended = arrays[self._ENDED]
+        self._names = spec.env_factory.info_metrics
 
     @classmethod
     def layout(cls, spec: WorkerSpec) -> dict[str, ArraySpec]:
         """The arrays of one slot."""
         rows = spec.unroll_length * len(spec.streams)
-        ended = ArraySpec((2 * rows, len(Episode._fields)), "float64")  # episodes, then lives
+        columns = len(_NUMBERS) + len(spec.env_factory.info_metrics)
+        ended = ArraySpec((2 * rows, columns), "float64")  # episodes, then lives
         return {**spec.unroll_layout, cls._ENDED: ended}
 
     def commit(self, index: int) -> Commit:
         """Complete the slot, number ``index`` of its worker, and tell of it."""
         unroll = self.unroll
-        ended = [*unroll.episodes, *unroll.lives]
-        if ended:
-            self._ended[: len(ended)] = ended
+        for line, episode in enumerate([*unroll.episodes, *unroll.lives]):
+            info = dict(episode.info)
+            noted = [info.get(name, math.nan) for name in self._names]  # NaN: it had none
+            self._ended[line] = [*episode[: len(_NUMBERS)], *noted]
         return Commit(
             index,
             unroll.sequence,
@@ -107,12 +112,12 @@ class Slot:
 
     def view(self, commit: Commit) -> Unroll:
         """The unroll that ``commit`` tells of."""
-        columns = self._ended[: commit.num_episodes + commit.num_lives].T
-        stream, row, ret, length = (
-            (column if name == "ret" else column.astype(np.int64)).tolist()
-            for name, column in zip(Episode._fields, columns, strict=True)
-        )
-        ended = list(map(Episode, stream, row, ret, length))
+        ended = []
+        lines = self._ended[: commit.num_episodes + commit.num_lives].tolist()
+        for stream, row, ret, length, *noted in lines:
+            named = zip(self._names, noted, strict=True)
+            info = tuple((name, number) for name, number in named if not math.isnan(number))
+            ended.append(Episode(int(stream), int(row), ret, int(length), info))
         return replace(
             self.unroll,
             sequence=commit.sequence,
@@ -183,11 +188,27 @@ class SnapshotBuffer:
 
 
 def leave_signals_to_the_learner() -> None:
-    """Ctrl-C and SIGTERM reach the whole group; what they mean is for the learner to say."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Ctrl-C and SIGTERM reach the whole group; what they mean is for the learner to say.
+
+    They are handled and not ignored: a process that an environment starts would inherit that it
+    ignores them, and could not be terminated.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _do_nothing)
+        if hasattr(signal, "siginterrupt"):
+            signal.siginterrupt(number, False)  # native code may not expect to be interrupted
     if hasattr(signal, "pthread_sigmask"):  # the parent held them back until here
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+
+
+def _do_nothing(*_: object) -> None:
+    pass
+
+
+def _hear_signals() -> None:
+    """What a process does that an environment has forked: it is the environment's to signal."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def die_with_parent() -> None:
@@ -210,6 +231,8 @@ def _arm(name: str) -> None:
         threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # so that a hung worker is killed with its own children
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_hear_signals)
     importlib.import_module("torch").set_num_threads(1)
 
 
@@ -226,7 +249,7 @@ def run_child(role: str, index: int, env: str, payload: bytes, connection: Conne
         role: ``probe``, ``collect`` or ``evaluate``.
         index: of the worker.
         env: name of the environment, for messages.
-        payload: cloudpickled environment factory (probe) or `WorkerSpec`.
+        payload: cloudpickled: what a probe takes, or a `WorkerSpec`.
         connection: this end of the pipe.
         memory: ``snapshots`` and, to collect, ``slots``.
     """
@@ -237,7 +260,7 @@ def run_child(role: str, index: int, env: str, payload: bytes, connection: Conne
         from actorlearner.worker import EnvWorker, probe  # slow to load: after arming
 
         if role == "probe":
-            connection.send(("result", probe(subject)))
+            connection.send(("result", probe(*subject)))
             return
         worker = EnvWorker(subject)
         _seed_global_generators(subject, role)

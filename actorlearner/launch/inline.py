@@ -40,10 +40,10 @@ class InlineLauncher(LauncherBase):
         self._result: EvaluationResult | None = None
         self.notes: list[str] = []
 
-    def probe(self, factory: EnvFactory) -> EnvSpec:
+    def probe(self, factory: EnvFactory, render_mode: str | None = None) -> EnvSpec:
         """See `contracts.Launcher`."""
         try:
-            return probe(factory)
+            return probe(factory, render_mode)
         except (Exception, SystemExit) as error:  # an environment may raise anything
             failure = Failure.of(0, factory.name, "constructing the environment", error)
             raise_failures([failure], cause=error)

@@ -102,9 +102,9 @@ class LocalLauncher(LauncherBase):
         self._context = start_processes(self.settings.start_method)
         self.notes: list[str] = []
 
-    def probe(self, factory: EnvFactory) -> EnvSpec:
+    def probe(self, factory: EnvFactory, render_mode: str | None = None) -> EnvSpec:
         """See `contracts.Launcher`."""
-        child = self._spawn("probe", 0, factory.name, cloudpickle.dumps(factory), {})
+        child = self._spawn("probe", 0, factory.name, cloudpickle.dumps((factory, render_mode)), {})
         try:
             spec: EnvSpec = self._expect(child)
             return spec

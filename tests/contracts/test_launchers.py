@@ -12,7 +12,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import fields
@@ -25,6 +27,7 @@ import psutil
 import pytest
 from gymnasium import spaces
 
+from actorlearner.adapter import EnvAdapter
 from actorlearner.contracts import (
     BadInput,
     EvaluationRequest,
@@ -35,13 +38,14 @@ from actorlearner.contracts import (
     Unroll,
     WorkerError,
 )
-from actorlearner.envs import EnvAdapter, GymEnvFactory
+from actorlearner.envs import GymEnvFactory
 from actorlearner.launch.inline import InlineLauncher
 from actorlearner.launch.local import LocalLauncher, start_processes
 from actorlearner.streams import stream_seed
 from actorlearner.worker import EnvWorker
 from tests.environments import (
     Misbehaves,
+    Pictured,
     Places,
     RowChecker,
     Threads,
@@ -356,7 +360,7 @@ def test_workers_are_pinned_if_asked():
 @pytest.mark.parametrize("kind", ["inline", "forkserver", SLOW_SPAWN])
 def test_evaluation(kind):
     """With a frozen copy of the snapshot, one at a time, each result once."""
-    specs = worker_specs(PLACES)
+    specs = worker_specs(GymEnvFactory.of(Pictured))
     wanted = EnvWorker(specs[0]).evaluate(snapshot(4), REQUEST)
     with launcher_of(kind) as launcher:
         launcher.start(specs, snapshot(0))
@@ -370,10 +374,11 @@ def test_evaluation(kind):
             assert not launcher.request_evaluation(snapshot(5), REQUEST)
             assert wait_for(launcher.poll_evaluation) == wanted
             assert launcher.poll_evaluation() is None
-        other = REQUEST._replace(seed=10, env_steps=41, step_limit=None)
+        other = REQUEST._replace(seed=10, env_steps=41, step_limit=None, films=2, film_frames=9)
         assert launcher.request_evaluation(snapshot(4), REQUEST)
         result = launcher.evaluate(snapshot(6), other)  # waits for the one before
         assert result == EnvWorker(specs[0]).evaluate(snapshot(6), other)
+        assert len(result.films) == 2
 
 
 @pytest.mark.parametrize(("where", "at"), [("constructor", 0), ("reset", 4), ("step", 6)])
@@ -459,6 +464,8 @@ def test_probe(kind):
     if kind != "spawn":
         with pytest.raises(BadInput, match=r"^env factory nothing returned None, not a gymnasium"):
             launcher.probe(GymEnvFactory.of(nothing))
+        with pytest.raises(BadInput, match=r"^Places: evaluation.video=true: can't be filmed"):
+            launcher.probe(PLACES, "rgb_array")
     if kind == "forkserver":
         with pytest.raises(WorkerError, match=r"constructing .*: process \d+ exited with code 3"):
             launcher.probe(misbehaves("constructor", how="exit"))
@@ -637,6 +644,50 @@ def test_a_worker_that_dies_leaves_no_process_of_its_environment(where, how, tmp
     with suppress(psutil.NoSuchProcess):
         sleeper = psutil.Process(int((tmp_path / "started").read_text()))
         wait_for(lambda: not is_alive(sleeper), seconds=2)
+
+
+SLEEP = "import time; time.sleep(60)"
+
+
+def _sleep() -> None:
+    time.sleep(60)
+
+
+class Simulates(Places):
+    """Has a process of its own, a lock and an open file, and ends the process as people do."""
+
+    def __init__(self, directory: Path, forks: bool) -> None:
+        super().__init__()
+        self._lock, self._directory = threading.Lock(), directory
+        self._file = (directory / f"log-{uuid.uuid4().hex}").open("w")
+        if forks:
+            self._process: Any = multiprocessing.get_context("fork").Process(target=_sleep)
+            self._process.start()
+        else:
+            self._process = subprocess.Popen([sys.executable, "-S", "-c", SLEEP])
+
+    def close(self) -> None:
+        self._process.terminate()
+        wait = self._process.join if hasattr(self._process, "join") else self._process.wait
+        wait()
+        self._file.write("closed")
+        self._file.close()
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_an_environment_with_a_process_a_lock_and_a_file(forks, tmp_path):
+    """It need not travel, and can end its own process: that does not ignore signals too."""
+    factory = GymEnvFactory.of(Simulates, {"directory": tmp_path, "forks": forks})
+    with launcher_of("forkserver") as launcher:
+        assert launcher.probe(factory).name == "Simulates"
+        launcher.start(worker_specs(factory, envs_per_worker=1), snapshot(0))
+        gathered(launcher, all_have(2, workers=1))
+        assert launcher.evaluate(snapshot(0), REQUEST).returns
+        since = time.monotonic()
+    assert time.monotonic() - since < 1.5
+    logs = list(tmp_path.glob("log-*"))
+    assert len(logs) == 1 + 1 + REQUEST.episodes
+    assert all(log.read_text() == "closed" for log in logs)
 
 
 def test_a_signal_waits_until_a_process_has_started(monkeypatch):

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+from actorlearner.adapter import EnvAdapter
 from actorlearner.contracts import ArraySpec
-from actorlearner.envs import EnvAdapter
 from actorlearner.launch.local import start_processes
 from actorlearner.shared_memory import DoubleBuffer, SharedArrays
 from tests.environments import Places

@@ -12,8 +12,9 @@ from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actorlearner.adapter import EnvAdapter
 from actorlearner.contracts import Unroll, WorkerSpec
-from actorlearner.envs import EnvAdapter, GymEnvFactory
+from actorlearner.envs import GymEnvFactory
 from actorlearner.streams import StreamLedger, assign_streams, stream_seed
 from actorlearner.worker import EnvWorker
 from tests.environments import Places, RowChecker, snapshot, worker_specs

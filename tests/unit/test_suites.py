@@ -13,6 +13,7 @@ import cv2
 import numpy as np
 import pytest
 
+from actorlearner.columns import SeparateEnvs, VectorEnvs, make_envs
 from actorlearner.contracts import (
     BadInput,
     EnvSpec,
@@ -22,7 +23,6 @@ from actorlearner.contracts import (
     Unroll,
     WorkerSpec,
 )
-from actorlearner.envs import SeparateEnvs, VectorEnvs, make_envs
 from actorlearner.streams import stream_seed
 from actorlearner.suites import AtariSettings, MinAtarSettings
 from actorlearner.worker import EnvWorker, probe
@@ -250,6 +250,20 @@ def test_which_way_is_taken():
         assert type(envs) is kind
         envs.close()
     assert spec.env_spec.observation["observation"].stacked_shape == (4, 84, 84)
+
+
+@pytest.mark.parametrize("kind", [AtariSettings, MinAtarSettings])
+def test_wrappers_go_around_everything(kind):
+    """Of Atari around its preprocessing; its vector environment has no place for them."""
+    resize = {"target": "gymnasium.wrappers:TransformObservation"}
+    with pytest.raises(SettingError, match=r"env\.wrappers\[0\]=.*missing a required argument"):
+        kind.make({"wrappers": [resize]}).factory()
+    named = {"wrappers": ["gymnasium.wrappers:FlattenObservation"], "info_metrics": ["lives"]}
+    factory = kind.make(named).factory()
+    size = 84 * 84 if kind is AtariSettings else 10 * 10 * 4
+    assert probe(factory).observation["observation"].shape == (size,)
+    assert factory.vector(2) is None
+    assert factory.info_metrics == ("lives",)
 
 
 def test_seeded_games_repeat_whatever_came_before():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import pickle
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -30,6 +32,8 @@ from actorlearner.contracts import (
     WorkerSpec,
 )
 from actorlearner.envs import GymEnvFactory
+from actorlearner.evaluate import summarise
+from actorlearner.launch._child import Slot
 from actorlearner.replay import ReplayBuffer
 from actorlearner.streams import stream_seed
 from actorlearner.worker import EnvWorker, probe
@@ -43,7 +47,7 @@ from tests.environments import (
     snapshot,
     worker_specs,
 )
-from tests.unit.test_envs import VectorFactory
+from tests.unit.test_columns import VectorFactory
 
 FIELDS = ("action", "reward", "terminated", "truncated", "valid", "first")
 
@@ -165,7 +169,9 @@ def assert_like_the_twin(spec: WorkerSpec, function: Callable[[Any], Any], unrol
             np.testing.assert_array_equal(got, np.array(observations[start : stop + 1]))
             stream = spec.streams[column]
             for found, wanted in ((episodes, ends), (lives, life_ends)):
-                found += [(stream, row - start, *e) for row, *e in wanted if start <= row < stop]
+                found += [
+                    (stream, row - start, *e, ()) for row, *e in wanted if start <= row < stop
+                ]
         assert sorted(unroll.episodes) == sorted(episodes)
         assert sorted(unroll.lives) == sorted(lives)
         assert unroll.env_steps == sum(r[4] for rows, *_ in twin for r in rows[start:stop])
@@ -300,9 +306,9 @@ def test_lives_add_up_to_the_episode():
     worker.open()
     unrolls = [collected(worker) for _ in range(4)]
     # Rewards are -0.5, 0.5, 1.5, ...; rows 6 and 12 are reset rows, row 13 begins the third one.
-    games = [[tuple(e) for e in unroll.episodes] for unroll in unrolls]
+    games = [[tuple(e[:4]) for e in unroll.episodes] for unroll in unrolls]
     assert games == [[], [(0, 1, 12.0, 6)], [(0, 3, 7.5, 5)], []]
-    lives = [[tuple(e) for e in unroll.lives] for unroll in unrolls]
+    lives = [[tuple(e[:4]) for e in unroll.lives] for unroll in unrolls]
     assert lives == [
         [(0, 1, 0.0, 2), (0, 2, 1.5, 1)],
         [(0, 1, 10.5, 3)],
@@ -331,8 +337,10 @@ def test_scores_of_an_episode_that_goes_on(differs):
     worker.open()
     unroll = collected(worker)
     assert bool(worker.notes) == differs
-    assert unroll.episodes == ([] if differs else [(0, 3, 12.0, 6)])
-    assert unroll.lives == ([(0, 2, 1.5, 3)] if differs else [(0, 0, 1.5, 3), (0, 3, 10.5, 3)])
+    assert unroll.episodes == ([] if differs else [(0, 3, 12.0, 6, ())])
+    assert [e[:4] for e in unroll.lives] == (
+        [(0, 2, 1.5, 3)] if differs else [(0, 0, 1.5, 3), (0, 3, 10.5, 3)]
+    )
 
 
 def test_rewards_are_raw_until_a_batch_clips_them():
@@ -580,7 +588,7 @@ def test_evaluation_is_of_its_seeds_alone(monkeypatch):
         worker.close()
     lengths = [plan(stream_seed(5, 0, episode, evaluation=True), 0)[0] for episode in range(11)]
     returns = [sum(pay(0, step) for step in range(length)) for length in lengths]
-    assert results == [(tuple(returns), tuple(lengths), 0, 2, 77)] * 8
+    assert [result[:5] for result in results] == [(tuple(returns), tuple(lengths), 0, 2, 77)] * 8
     assert len(set(lengths)) > 3
 
 
@@ -622,7 +630,7 @@ def test_a_lost_life_ends_no_evaluation_episode():
 def test_no_episodes_at_all():
     (spec,) = worker_specs(GymEnvFactory.of(Places))
     result = EnvWorker(spec).evaluate(snapshot(0), REQUEST._replace(episodes=0))
-    assert result == ((), (), 0, 0, 77)
+    assert result[:5] == ((), (), 0, 0, 77)
 
 
 def test_evaluation_is_greedy_with_a_policy_of_its_own():
@@ -657,3 +665,113 @@ def test_every_unroll_has_draws_of_its_own():
         for _ in range(2):
             collected(worker)
     assert len(set(drawn)) == len(drawn) == 3 * 2 * specs[0].unroll_length
+
+
+# --------------------------------------------------------------------------------------- info
+
+
+class Tells(Places):
+    """Tells of success in the ``info`` of each step, one mapping for all time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._info: dict[str, Any] = {"lock": threading.Lock(), "text": "no"}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._info["success"] = np.array([-1.0])
+        return super().reset(seed=seed)[0], self._info
+
+    def step(self, action: Any) -> Any:
+        *rest, _ = super().step(action)
+        self._info["success"] = np.array([self.place[2] % 2])
+        self._info["odd"] = None if self.place[2] % 2 else np.True_
+        return *rest, self._info
+
+
+def infos_of(length: int) -> Any:
+    """What an episode of `Tells` ends with."""
+    odd = () if length % 2 else (("odd", 1.0),)
+    return (("success", float(length % 2)), *odd)
+
+
+@pytest.mark.parametrize("kind", [GymEnvFactory, VectorFactory])
+def test_numbers_of_info_are_those_of_the_last_step(kind):
+    """Of training and evaluation episodes; they stand in the slot, in columns of their own."""
+    factory = replace(kind.of(Tells), info_metrics=("success", "odd", "text", "never"))
+    (spec,) = worker_specs(factory, envs_per_worker=3, unroll_length=30)
+    worker = EnvWorker(spec)
+    worker.open()
+    layout = Slot.layout(spec)
+    assert layout["ended"].shape == (2 * 30 * 3, 4 + 4)
+    slot = Slot(spec, {name: array.zeros() for name, array in layout.items()})
+    for _ in range(3):
+        worker.collect(snapshot(0), slot.unroll)
+        episodes = list(slot.unroll.episodes)
+        assert {e.length % 2 for e in episodes} == {0, 1}
+        for episode in episodes:
+            assert episode.info == infos_of(episode.length)
+        commit = slot.commit(0)
+        assert len(pickle.dumps(commit)) < 400
+        slot.unroll.episodes = []
+        assert slot.view(commit).episodes == episodes
+    result = worker.evaluate(snapshot(0), REQUEST)
+    assert result.infos == tuple(map(infos_of, result.lengths))
+    metrics = summarise(result)
+    assert metrics["evaluation/success"] == np.mean([length % 2 for length in result.lengths])
+    assert metrics["evaluation/odd"] == 1.0  # of those that had it
+    assert "evaluation/never" not in metrics
+    worker.close()
+
+
+# --------------------------------------------------------------------------------- categories
+
+
+@pytest.mark.parametrize("value", [-2, 2, 99])
+@pytest.mark.parametrize("where", [0, 3])
+def test_a_category_that_the_space_does_not_have(value, where):
+    """Told with its key at once, not by an index error in the learner."""
+
+    class Env(gymnasium.Env):
+        observation_space = spaces.Dict(
+            ok=spaces.Box(-1, 1, (2,), np.float32), kind=spaces.Discrete(3, start=-1)
+        )
+        action_space = spaces.Discrete(2)
+        now = 0
+
+        def _observe(self) -> Any:
+            return {"ok": np.zeros(2, "f4"), "kind": value if self.now == where else 1}
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return self._observe(), {}
+
+        def step(self, action: Any) -> Any:
+            self.now += 1
+            return self._observe(), 0.0, False, False, {}
+
+    spec = told_spec(Env, lambda observation: 0, unroll_length=3)
+    worker = EnvWorker(spec)
+    worker.open()
+    words = f"Env: observation 'kind' is out of its space: .* it is {value + 1}, .* has 3 values"
+    with pytest.raises(BadInput, match=words):
+        collected(worker)
+
+
+def test_entries_of_many_categories():
+    class Env(gymnasium.Env):
+        observation_space = spaces.MultiDiscrete([2, 9])
+        action_space = spaces.Discrete(2)
+        last = np.array([1, 8])
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return np.array([0, 8]), {}
+
+        def step(self, action: Any) -> Any:
+            return self.last, 0.0, False, False, {}
+
+    spec = told_spec(Env, lambda observation: 0, unroll_length=3)
+    worker = EnvWorker(spec)
+    worker.open()
+    collected(worker)
+    Env.last = np.array([2, 1])
+    with pytest.raises(BadInput, match="it is 2, where the space has 2 values"):
+        collected(worker)
