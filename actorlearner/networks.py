@@ -1,23 +1,27 @@
 """Building blocks of networks; no algorithm has a name here.
 
-Shape suffixes: B batch, A actions.
+Shape suffixes: B batch, A actions, N numbers of each action.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from actorlearner.contracts import ArraySpec, UnsupportedSpace
 
-Torso: TypeAlias = Literal["auto", "mlp", "nature", "minatar"]
+Torso: TypeAlias = Literal["auto", "mlp", "nature", "minatar", "impala"]
 """What images go through first (`Encoder`)."""
+
+LinearLayer: TypeAlias = Callable[[int, int], nn.Module]
+"""Makes a linear layer of so many inputs and outputs: `torch.nn.Linear`, `NoisyLinear`."""
 
 CONVOLUTIONS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "nature": ((32, 8, 4), (64, 4, 2), (64, 3, 1)),  # Mnih et al. 2015
@@ -25,12 +29,18 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, int, int], ...]] = {
 }
 """``(channels, kernel, stride)`` of each layer, by the name of the torso; the largest first."""
 
+IMPALA_CHANNELS = (16, 32, 32)
+"""Of each section of the residual torso ``impala`` (Espeholt et al. 2018, figure 3, right)."""
+IMPALA_SMALLEST_SIDE = 16
+"""Pixels, of which its three poolings leave two."""
+
 
 class Encoder(nn.Module):
     """Observations of any spec as one vector each: images through convolutions, the rest flat.
 
     An image is Box data of uint8 or bool with frames of two or three axes. ``auto`` gives each
-    image the largest torso that it is large enough for, if any; ``mlp`` takes images flat.
+    image the largest of `CONVOLUTIONS` that it is large enough for, if any; ``mlp`` takes images
+    flat.
 
     Attributes:
         size: length of the vector.
@@ -44,10 +54,11 @@ class Encoder(nn.Module):
             torso: of its images.
 
         Raises:
-            UnsupportedSpace: there is no image for ``torso``, or one is too small for it.
+            UnsupportedSpace: there is no image for ``torso``, one is too small for it, or one is a
+                stack of images.
         """
         super().__init__()
-        if torso in CONVOLUTIONS and not any(map(_is_image, observation.values())):
+        if torso not in ("auto", "mlp") and not any(map(_is_image, observation.values())):
             shapes = ", ".join(f"{k} {s.dtype} {s.shape}" for k, s in observation.items())
             raise UnsupportedSpace(
                 f"agent.torso={torso}: there is no image (uint8 or bool, two or three axes) among "
@@ -65,22 +76,27 @@ class Encoder(nn.Module):
 
 
 def _encoder(key: str, spec: ArraySpec, torso: Torso) -> FlatEncoder | ImageEncoder:
+    if torso != "mlp" and _is_image(spec, axes=(4,)):
+        raise UnsupportedSpace(
+            f"{key} has frames of shape {spec.shape}, stacks of images; leave the stacking to "
+            "env.frame_stack, which keeps each frame once, or take them flat: agent.torso=mlp"
+        )
     if torso == "mlp" or not _is_image(spec):
         return FlatEncoder(spec)
     side = min(_image_shape(spec)[1:])
     if torso == "auto":
-        fitting = [layers for layers in CONVOLUTIONS.values() if side >= _smallest_side(layers)]
+        fitting = [name for name in CONVOLUTIONS if side >= _smallest_side(name)]
         return ImageEncoder(spec, fitting[0]) if fitting else FlatEncoder(spec)
-    if side < (smallest := _smallest_side(CONVOLUTIONS[torso])):
+    if side < (smallest := _smallest_side(torso)):
         raise UnsupportedSpace(
             f"agent.torso={torso}: {key} has frames of shape {spec.shape}, and both sides must be "
             f"at least {smallest}; set agent.torso=auto"
         )
-    return ImageEncoder(spec, CONVOLUTIONS[torso])
+    return ImageEncoder(spec, torso)
 
 
-def _is_image(spec: ArraySpec) -> bool:
-    return not spec.categories and spec.dtype in ("uint8", "bool") and len(spec.shape) in (2, 3)
+def _is_image(spec: ArraySpec, axes: Sequence[int] = (2, 3)) -> bool:
+    return not spec.categories and spec.dtype in ("uint8", "bool") and len(spec.shape) in axes
 
 
 def _channels_first(spec: ArraySpec) -> bool:
@@ -98,10 +114,12 @@ def _image_shape(spec: ArraySpec) -> tuple[int, int, int]:
     return spec.stack * channels, sides[0], sides[1]
 
 
-def _smallest_side(layers: Sequence[tuple[int, int, int]]) -> int:
-    """Pixels that give the last of ``layers`` one output."""
+def _smallest_side(torso: str) -> int:
+    """Pixels that ``torso`` needs: of `CONVOLUTIONS`, those that give the last layer one output."""
+    if torso == "impala":
+        return IMPALA_SMALLEST_SIDE
     side = 1
-    for _, kernel, stride in reversed(layers):
+    for _, kernel, stride in reversed(CONVOLUTIONS[torso]):
         side = (side - 1) * stride + kernel
     return side
 
@@ -133,7 +151,7 @@ class FlatEncoder(nn.Module):
 
 
 class ImageEncoder(nn.Module):
-    """Convolutions, each followed by a ReLU, over the frames of one image key.
+    """Convolutions, the last followed by a ReLU, over the frames of one image key.
 
     Channels are those of all stacked frames. uint8 pixels are scaled to ``[0, 1]``.
 
@@ -141,22 +159,28 @@ class ImageEncoder(nn.Module):
         size: length of the flattened features.
     """
 
-    def __init__(self, spec: ArraySpec, layers: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(self, spec: ArraySpec, torso: str) -> None:
         """Build the layers.
 
         Args:
-            spec: of the image, which must be large enough for ``layers``.
-            layers: ``(channels, kernel, stride)`` of each.
+            spec: of the image, which must be large enough for ``torso``.
+            torso: one of `CONVOLUTIONS`, or ``impala``.
         """
         super().__init__()
         self._moves_channels = len(spec.shape) == 3 and not _channels_first(spec)
         self._scales = spec.dtype == "uint8"
         self._shape = channels, height, width = _image_shape(spec)
         modules: list[nn.Module] = []
-        for wider, kernel, stride in layers:
+        for wider, kernel, stride in CONVOLUTIONS.get(torso, ()):
             modules += [nn.Conv2d(channels, wider, kernel, stride), nn.ReLU()]
             channels = wider
             height, width = ((side - kernel) // stride + 1 for side in (height, width))
+        for wider in IMPALA_CHANNELS if torso == "impala" else ():
+            modules += _impala_section(channels, wider)
+            channels = wider
+            height, width = ((side + 1) // 2 for side in (height, width))
+        if torso == "impala":
+            modules.append(nn.ReLU())
         self.convolutions = nn.Sequential(*modules)
         self.size = channels * height * width
 
@@ -164,7 +188,7 @@ class ImageEncoder(nn.Module):
         """``[B, size]`` in ``dtype`` from ``[B, *stacked_shape]``."""
         if self._moves_channels:
             image = image.movedim(-1, -3)
-        image = image.reshape(len(image), *self._shape)
+        image = image.reshape(-1, *self._shape)  # a length would be a constant in an export
         # Converted only here, so that bytes travel to the device. With a backward pass to come
         # convolutions are a third faster with channels innermost (oneDNN), without one a tenth
         # slower. The weights stay as they are, since a fused optimiser takes parameter and state
@@ -178,6 +202,84 @@ class ImageEncoder(nn.Module):
         return features.flatten(1)
 
 
+class ResidualBlock(nn.Module):
+    """Two convolutions, each behind a ReLU, added to their input (Espeholt et al. 2018)."""
+
+    def __init__(self, channels: int) -> None:
+        """As many ``channels`` go in as come out."""
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """``[B, channels, H, W]`` from the same shape."""
+        inner = self.first(functional.relu(image))
+        outer: Tensor = image + self.second(functional.relu(inner))
+        return outer
+
+
+def _impala_section(channels: int, wider: int) -> list[nn.Module]:
+    """A convolution, a pooling that halves both sides, two residual blocks."""
+    convolution = nn.Conv2d(channels, wider, 3, padding=1)
+    pooling = nn.MaxPool2d(3, stride=2, padding=1)
+    return [convolution, pooling, ResidualBlock(wider), ResidualBlock(wider)]
+
+
+class NoisyLinear(nn.Linear):
+    """A linear layer with learned noise in its weights: exploration that is itself learned.
+
+    ``(weight + weight_sigma * outer(f, g)) x + bias + bias_sigma * f``, where ``f`` and ``g`` are
+    noise, one number for each output and each input (Fortunato et al. 2018, equations 9 to 11:
+    factorised Gaussian noise). ``weight`` and ``bias``, the means, begin as those of a linear layer
+    of torch, which is as in the paper.
+
+    In training mode every pass draws new noise from torch's global generator. In evaluation mode it
+    stays as it is, which is none (the mean weights) until `draw`. Noise is no parameter and no
+    buffer, so that neither snapshots nor checkpoints hold any.
+    """
+
+    def __init__(self, inputs: int, outputs: int, sigma: float = 0.5) -> None:
+        """Build the layer.
+
+        Args:
+            inputs: width of the input.
+            outputs: width of the output.
+            sigma: the noise begins at ``sigma / sqrt(inputs)`` for each weight.
+        """
+        super().__init__(inputs, outputs)
+        initial = sigma / math.sqrt(inputs)
+        self.weight_sigma = nn.Parameter(torch.full_like(self.weight, initial))
+        self.bias_sigma = nn.Parameter(torch.full_like(self.bias, initial))
+        self._noise: tuple[Tensor, Tensor] | None = None
+
+    def draw(self, generator: np.random.Generator) -> None:
+        """Act by new noise from ``generator`` from now on (in evaluation mode, on the CPU)."""
+        sizes = self.in_features, self.out_features
+        numbers = torch.from_numpy(generator.standard_normal(sum(sizes), np.float32))
+        inputs, outputs = signed_sqrt(numbers).split(sizes)
+        self._noise = inputs, outputs
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[..., outputs]`` from ``[..., inputs]``; all rows share the noise."""
+        mean = super().forward(inputs)
+        if self.training:
+            sizes = self.in_features, self.out_features
+            drawn = torch.randn(sum(sizes), dtype=inputs.dtype, device=inputs.device)
+            input_noise, output_noise = signed_sqrt(drawn).split(sizes)
+        elif self._noise is None:
+            return mean
+        else:
+            input_noise, output_noise = self._noise
+        spread = functional.linear(inputs * input_noise, self.weight_sigma, self.bias_sigma)
+        noisy: Tensor = mean + output_noise * spread
+        return noisy
+
+
+def signed_sqrt(numbers: Tensor) -> Tensor:
+    """``sign(x) * sqrt(|x|)``: what factorised noise is made of (Fortunato et al. 2018)."""
+    return numbers.sign() * numbers.abs().sqrt()
+
+
 class MLP(nn.Sequential):
     """Linear layers, each followed by a ReLU.
 
@@ -185,44 +287,63 @@ class MLP(nn.Sequential):
         size: width of the last layer.
     """
 
-    def __init__(self, inputs: int, hidden: Sequence[int]) -> None:
+    def __init__(self, inputs: int, hidden: Sequence[int], linear: LinearLayer = nn.Linear) -> None:
         """Build the layers.
 
         Args:
             inputs: width of the input.
             hidden: width of each layer.
+            linear: makes each of them.
         """
         sizes = [inputs, *hidden]
         layers: list[nn.Module] = []
         for before, after in pairwise(sizes):
-            layers += [nn.Linear(before, after), nn.ReLU()]
+            layers += [linear(before, after), nn.ReLU()]
         super().__init__(*layers)
         self.size = sizes[-1]
 
 
 class DuelingHead(nn.Module):
-    """Action values from a state value and mean-free advantages (Wang et al. 2016, equation 9)."""
+    """Action values from a state value and mean-free advantages (Wang et al. 2016, equation 9).
 
-    def __init__(self, inputs: int, num_actions: int, hidden: Sequence[int] = ()) -> None:
+    Where an action has several numbers (atoms, quantiles), each is made so by itself, as in Rainbow
+    (Hessel et al. 2018, section "The Integrated Agent").
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        num_actions: int,
+        hidden: Sequence[int] = (),
+        linear: LinearLayer = nn.Linear,
+        numbers: int = 1,
+    ) -> None:
         """Build both streams.
 
         Args:
-            inputs: features ``[B, inputs]``.
+            inputs: features ``[..., inputs]``.
             num_actions: ``A``.
             hidden: width of each hidden layer of each stream.
+            linear: makes each layer.
+            numbers: ``N``.
         """
         super().__init__()
-        self.value = _stream(inputs, hidden, 1)
-        self.advantage = _stream(inputs, hidden, num_actions)
+        self._numbers = numbers
+        self.value = _stream(inputs, hidden, numbers, linear)
+        self.advantage = _stream(inputs, hidden, num_actions * numbers, linear)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Action values ``[B, A]``; their mean over actions is the state value."""
-        advantage_BA = self.advantage(features)
-        value_B1: Tensor = self.value(features)
-        centred: Tensor = value_B1 + advantage_BA - advantage_BA.mean(1, keepdim=True)
-        return centred
+        """Numbers ``[..., A * N]``; their mean over actions is that of the state value."""
+        value_N: Tensor = self.value(features)
+        advantage_A: Tensor = self.advantage(features)
+        if self._numbers == 1:
+            return value_N + advantage_A - advantage_A.mean(-1, keepdim=True)
+        advantage_AN = advantage_A.unflatten(-1, (-1, self._numbers))
+        centred_AN = advantage_AN - advantage_AN.mean(-2, keepdim=True)
+        values_AN: Tensor = value_N.unsqueeze(-2) + centred_AN
+        return values_AN.flatten(-2)
 
 
-def _stream(inputs: int, hidden: Sequence[int], outputs: int) -> nn.Sequential:
-    mlp = MLP(inputs, hidden)
-    return nn.Sequential(*mlp, nn.Linear(mlp.size, outputs))
+def _stream(inputs: int, hidden: Sequence[int], outputs: int, linear: LinearLayer) -> nn.Sequential:
+    mlp = MLP(inputs, hidden, linear)
+    return nn.Sequential(*mlp, linear(mlp.size, outputs))

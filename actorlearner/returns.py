@@ -1,12 +1,15 @@
-"""Returns: pure, time-major NumPy functions of rewards and flags.
+"""Returns: pure functions of rewards and flags (NumPy), of distributions of returns (torch).
 
-Legend of the suffixes: N rows of a window, B windows.
+Legend of the suffixes: N rows of a window, atoms or quantiles; M other quantiles; B windows.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
 
 
 def n_step(
@@ -42,3 +45,69 @@ def n_step(
     terminates_B = (counts_NB & terminated_NB).any(axis=0)
     discount_B = np.where(terminates_B, 0.0, gamma**steps_B)
     return return_B.astype(np.float32), discount_B.astype(np.float32), steps_B
+
+
+def categorical_projection(
+    probability_BN: Tensor,
+    reward_B: Tensor,
+    discount_B: Tensor,
+    value_range: tuple[float, float],
+) -> Tensor:
+    """The distribution of ``reward + discount * return``, put back onto the atoms of the return.
+
+    Atoms are evenly spaced over ``value_range``, both ends included. Each one moves to
+    ``reward + discount * atom``, is clipped to the range, and leaves its probability to its two
+    neighbours there, more to the nearer one (Bellemare et al. 2017, algorithm 1).
+
+    Args:
+        probability_BN: float ``[B, N]`` of each atom; rows add up to 1.
+        reward_B: float ``[B]``: n-step returns.
+        discount_B: float ``[B]``, 0 where the episode terminated.
+        value_range: the lowest and the highest atom.
+
+    Returns:
+        Probabilities of the same atoms, ``[B, N]``, in the wider of the dtypes.
+    """
+    low, high = value_range
+    last = probability_BN.shape[1] - 1
+    dtype = torch.promote_types(probability_BN.dtype, reward_B.dtype)
+    atom_N = torch.linspace(low, high, last + 1, dtype=dtype, device=reward_B.device)
+    moved_BN = reward_B.unsqueeze(1) + discount_B.unsqueeze(1) * atom_N
+    # Clipped as places, not as values: rounding must not leave any beyond the last atom.
+    place_BN = ((moved_BN - low) * (last / (high - low))).clamp(0, last)
+    # Counted so that the one above is always there: who lies on an atom, gives that one nothing.
+    below_BN = place_BN.floor().clamp(0, last - 1)
+    above_share_BN = place_BN - below_BN
+    below_BN = below_BN.long()
+    probability_BN = probability_BN.to(dtype)
+    projected_BN = torch.zeros_like(probability_BN)
+    projected_BN.scatter_add_(1, below_BN, probability_BN * (1 - above_share_BN))
+    projected_BN.scatter_add_(1, below_BN + 1, probability_BN * above_share_BN)
+    return projected_BN
+
+
+def quantile_huber_loss(
+    quantile_BN: Tensor, level_BN: Tensor, target_BM: Tensor, kappa: float = 1.0
+) -> Tensor:
+    """How far quantiles are from those of a target distribution, of which samples are given.
+
+    The Huber quantile regression loss of every error ``target - quantile``, averaged over targets
+    and summed over quantiles (Dabney et al. 2018b, equations 3 and 4; for ``kappa`` 1 the same as
+    Dabney et al. 2018a, equations 9 and 10).
+
+    Args:
+        quantile_BN: float ``[B, N]``, with a graph.
+        level_BN: float ``[B, N]`` or ``[N]``: the share of the distribution below each quantile.
+        target_BM: float ``[B, M]``.
+        kappa: errors up to this size count squared, larger ones linearly.
+
+    Returns:
+        Float ``[B]``.
+    """
+    quantile_BNM, target_BNM = torch.broadcast_tensors(
+        quantile_BN.unsqueeze(-1), target_BM.unsqueeze(-2)
+    )
+    huber_BNM = functional.smooth_l1_loss(quantile_BNM, target_BNM, reduction="none", beta=kappa)
+    level_BN1 = level_BN.unsqueeze(-1)
+    weight_BNM = torch.where(target_BNM < quantile_BNM, 1 - level_BN1, level_BN1)
+    return (weight_BNM * huber_BNM).mean(-1).sum(-1)

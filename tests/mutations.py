@@ -65,12 +65,16 @@ MUTATIONS = (
         "double DQN chooses by the target network and values by the online one",
         "agents/dqn.py",
         """
-            next_BA = self.target(batch.next_observation)
-            chooser_BA = self.online(batch.next_observation) if self.settings.double else next_BA
+            following = self.target.distribution(batch.next_observation)
+            chooser_BA = (
+                self.online(batch.next_observation) if self.settings.double else following.mean
+            )
 """,
         """
-            next_BA = self.online(batch.next_observation)
-            chooser_BA = self.target(batch.next_observation) if self.settings.double else next_BA
+            following = self.online.distribution(batch.next_observation)
+            chooser_BA = (
+                self.target(batch.next_observation) if self.settings.double else following.mean
+            )
 """,
         ("tests/unit/test_dqn.py::TestLoss::test_two_transitions_by_hand",),
     ),
@@ -78,8 +82,8 @@ MUTATIONS = (
         "dqn_priority_weighted",
         "priorities are TD errors times importance weights",
         "agents/dqn.py",
-        'feedback={"priority": error_B}',
-        'feedback={"priority": batch.weight * error_B}',
+        "else error_B\n",
+        "else batch.weight * error_B\n",
         (
             "tests/unit/test_dqn.py::TestLoss"
             "::test_importance_weights_scale_the_loss_and_leave_the_priorities",
@@ -101,7 +105,47 @@ MUTATIONS = (
         "base ** (alpha * place_N)",
         ("tests/unit/test_dqn.py::TestEpsilonOfEachStream::test_exact_values",),
     ),
+    Mutation(
+        "dqn_evaluation_is_noisy",
+        "evaluations act with the noise of noisy layers",
+        "agents/dqn.py",
+        "noisy = () if greedy else network.modules()",
+        "noisy = network.modules()",
+        ("tests/unit/test_dqn.py::TestNoise::test_evaluations_use_the_mean_weights",),
+    ),
+    Mutation(
+        "noise_keeps_its_size",
+        "factorised noise is Gaussian itself, without the signed square root",
+        "networks.py",
+        "return numbers.sign() * numbers.abs().sqrt()",
+        "return numbers",
+        ("tests/unit/test_networks.py::TestNoisyLinear::test_statistics_of_the_noise",),
+    ),
+    Mutation(
+        "heads_quantile_levels_reversed",
+        "quantile regression pulls the wrong way: each quantile stands for 1 - level",
+        "returns.py",
+        "torch.where(target_BNM < quantile_BNM, 1 - level_BN1, level_BN1)",
+        "torch.where(target_BNM < quantile_BNM, level_BN1, 1 - level_BN1)",
+        ("tests/unit/test_returns.py::test_quantile_loss_equals_its_slow_twin",),
+    ),
+    Mutation(
+        "joint_actions_first_part_fastest",
+        "vectors are numbered with the first part fastest, and looked up with the last",
+        "joint_actions.py",
+        "math.prod(radices[i + 1 :])",
+        "math.prod(radices[:i])",
+        ("tests/unit/test_joint_actions.py::test_they_count_all_combinations_in_order",),
+    ),
     # ---------------------------------------------------------------------------------- returns
+    Mutation(
+        "returns_atoms_not_clipped",
+        "the last atom gets more than all where a return lies beyond it",
+        "returns.py",
+        "(last / (high - low))).clamp(0, last)",
+        "(last / (high - low)))",
+        ("tests/unit/test_returns.py::test_projection_by_hand",),
+    ),
     Mutation(
         "returns_termination_ignored",
         "a window that terminates is bootstrapped: no factor (1 - terminated)",

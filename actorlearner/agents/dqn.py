@@ -1,18 +1,23 @@
-"""DQN (Mnih et al. 2015), double (van Hasselt et al. 2016) and dueling (Wang et al. 2016).
+"""DQN (Mnih et al. 2015), and what Rainbow (Hessel et al. 2018) and others have made of it.
+
+Double (van Hasselt et al. 2016), dueling (Wang et al. 2016), noisy (Fortunato et al. 2018), of the
+mean return or of its distribution (`actorlearner.value_heads`).
 
 Shape suffixes: B batch, A actions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from actorlearner.config import Settings, setting
 from actorlearner.contracts import (
@@ -28,10 +33,24 @@ from actorlearner.contracts import (
     StepOutput,
     UnsupportedSpace,
 )
-from actorlearner.networks import MLP, DuelingHead, Encoder, Torso
+from actorlearner.joint_actions import JointActions
+from actorlearner.networks import MLP, DuelingHead, Encoder, LinearLayer, NoisyLinear, Torso
+from actorlearner.onnx_export import export_action_values
 from actorlearner.schedules import check_knots, piecewise
+from actorlearner.value_heads import (
+    CategoricalHead,
+    Distribution,
+    ExpectedHead,
+    Head,
+    ImplicitQuantileHead,
+    QuantileHead,
+    ValueHead,
+)
 
 Schedule: TypeAlias = tuple[tuple[float, float], ...]
+
+MAX_ACTIONS = 1_024
+"""Combinations of the parts of an action, each of which has a value of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +75,28 @@ class DQNSettings(Settings):
     """Choose the bootstrap action by the online network, value it by the target network."""
     dueling: bool = True
     """Split action values into a state value and advantages."""
+    head: Head = "expected"
+    """What is learned of a return: expected (its mean), c51, quantile or iqn (its distribution)."""
+    num_atoms: int = setting(51, low=2)
+    """c51: atoms, evenly spaced over ``value_range``."""
+    value_range: tuple[float, float] = (-10.0, 10.0)
+    """c51: the lowest and the highest return that it can tell; those beyond count as these."""
+    num_quantiles: int = setting(200, low=1)
+    """quantile: quantiles of each action."""
+    num_tau_samples: int = setting(64, low=1)
+    """iqn: quantile levels drawn for each transition (N in the paper)."""
+    num_tau_prime_samples: int = setting(64, low=1)
+    """iqn: levels drawn for its target (N')."""
+    num_quantile_samples: int = setting(32, low=1)
+    """iqn: levels averaged to choose an action (K)."""
+    quantile_embedding_dim: int = setting(64, low=1)
+    """iqn: cosines that embed a level."""
+    noisy: bool = False
+    """Learned noise in the weights behind the encoder explores; ``epsilon`` is for the rest."""
+    noisy_sigma: float = setting(0.5, above=0)
+    """Its standard deviation at first, times the square root of a layer's inputs."""
     torso: Torso = "auto"
-    """Of images: auto, mlp, nature, minatar; auto goes by their size."""
+    """Of images: auto, mlp, nature, minatar, impala; auto goes by their size (never impala)."""
     hidden: tuple[int, ...] = setting((128, 128), low=1)
     """Width of each hidden layer."""
     dueling_hidden: int | None = setting(None, low=1)
@@ -76,9 +115,14 @@ class DQNSettings(Settings):
     """Probability of a random action in evaluations; a few percent free who is stuck."""
 
     def check(self) -> None:
-        """Knots must be sorted, probabilities at most 1, and something must be learned."""
+        """Knots and ranges must be sorted, probabilities at most 1, something must be learned."""
         if self.dueling_hidden is not None and not self.dueling:
             raise SettingError(f"{self.key('dueling_hidden')}={self.dueling_hidden}: needs dueling")
+        if not -math.inf < self.value_range[0] < self.value_range[1] < math.inf:
+            raise SettingError(
+                f"{self.key('value_range')}={list(self.value_range)}: two finite numbers are "
+                "needed, the lower one first"
+            )
         if max(probability for _, probability in self._knots("epsilon")) > 1:
             raise SettingError(f"{self.key('epsilon')}={self.epsilon}: a probability is at most 1")
         if max(rate for _, rate in self._knots("learning_rate")) <= 0:
@@ -107,38 +151,70 @@ def epsilon_ladder(base: float, alpha: float, num_streams: int) -> Array:
 
 
 class QNetwork(nn.Module):
-    """Action values of an observation."""
+    """The returns of each action, given an observation."""
 
     def __init__(self, env_spec: EnvSpec, settings: DQNSettings) -> None:
         """Build the network.
 
         Args:
             env_spec: fixes inputs and the number of actions.
-            settings: ``torso``, ``hidden``, ``dueling`` and ``dueling_hidden``.
+            settings: those of the network: from ``dueling`` to ``dueling_hidden``.
 
         Raises:
             UnsupportedSpace: the observation does not suit ``torso``.
         """
         super().__init__()
-        num_actions = env_spec.action.categories[0]
-        self.encoder = Encoder(env_spec.observation, settings.torso)
-        self.hidden = MLP(self.encoder.size, settings.hidden)
+        s = settings
+        linear: LinearLayer = partial(NoisyLinear, sigma=s.noisy_sigma) if s.noisy else nn.Linear
+        num_actions = JointActions(env_spec.action).count
+        self.encoder = Encoder(env_spec.observation, s.torso)
+        # The last hidden layer comes behind IQN's embedding of levels, as in the paper.
+        widths, after = (s.hidden[:-1], s.hidden[-1:]) if s.head == "iqn" else (s.hidden, ())
+        self.hidden = MLP(self.encoder.size, widths, linear)
+        self.value_head = _value_head(s, self.hidden.size)
+        last = MLP(self.hidden.size, after, linear)
+        numbers = self.value_head.numbers
         self.head: nn.Module
-        if settings.dueling:
-            stream = () if settings.dueling_hidden is None else (settings.dueling_hidden,)
-            self.head = DuelingHead(self.hidden.size, num_actions, stream)
+        if s.dueling:
+            stream = () if s.dueling_hidden is None else (s.dueling_hidden,)
+            self.head = DuelingHead(last.size, num_actions, stream, linear, numbers)
         else:
-            self.head = nn.Linear(self.hidden.size, num_actions)
+            self.head = linear(last.size, num_actions * numbers)
+        if after:
+            self.head = nn.Sequential(*last, self.head)
 
     def forward(self, observation: Mapping[str, Tensor]) -> Tensor:
-        """``[B, A]`` from tensors ``[B, *stacked_shape]``."""
+        """Expected returns ``[B, A]`` from tensors ``[B, *stacked_shape]``."""
+        return self.value_head.values(self._features(observation), self.head)
+
+    def distribution(self, observation: Mapping[str, Tensor]) -> Distribution:
+        """Returns of every action, to learn from, from tensors ``[B, *stacked_shape]``."""
+        returns: Distribution = self.value_head(self._features(observation), self.head)
+        return returns
+
+    def _features(self, observation: Mapping[str, Tensor]) -> Tensor:
         dtype = next(self.parameters()).dtype
-        values: Tensor = self.head(self.hidden(self.encoder(observation, dtype)))
-        return values
+        features: Tensor = self.hidden(self.encoder(observation, dtype))
+        return features
+
+
+def _value_head(settings: DQNSettings, features: int) -> ValueHead:
+    s = settings
+    if s.head == "c51":
+        return CategoricalHead(s.num_atoms, s.value_range)
+    if s.head == "quantile":
+        return QuantileHead(s.num_quantiles)
+    if s.head == "iqn":
+        samples, acting = s.num_tau_samples, s.num_quantile_samples
+        return ImplicitQuantileHead(features, samples, acting, s.quantile_embedding_dim)
+    return ExpectedHead()
 
 
 class EpsilonGreedyPolicy:
-    """The best action by a copy of the online network; a random one with probability epsilon."""
+    """The best action by a copy of the online network; a random one with probability epsilon.
+
+    A noisy network has new noise for every call, which all streams share; a greedy one has none.
+    """
 
     EXTRAS = ("action_value", "greedy_value")
     """What it can note of each row: the value of the action taken, and the highest of any."""
@@ -146,21 +222,25 @@ class EpsilonGreedyPolicy:
     def __init__(
         self,
         network: QNetwork,
-        num_actions: int,
+        actions: JointActions,
         epsilon: float | Array | None,
+        greedy: bool,
         extras: Sequence[str] = (),
     ) -> None:
         """Act with ``network`` once `load` has filled it.
 
         Args:
             network: on the CPU.
-            num_actions: ``A``.
+            actions: what its numbers stand for.
             epsilon: of all streams, or of each (``[B]``); None takes that of each snapshot.
+            greedy: leave out the noise of noisy layers.
             extras: those of `EXTRAS` that are asked for.
         """
-        self._network = network.requires_grad_(False)
+        self._network = network.requires_grad_(False).eval()
         self._parameters = dict(network.state_dict(keep_vars=True))
-        self._num_actions = num_actions
+        noisy = () if greedy else network.modules()
+        self._noisy_layers = [layer for layer in noisy if isinstance(layer, NoisyLinear)]
+        self._actions = actions
         self._fixed_epsilon = epsilon
         self._epsilon: float | Array = 0.0
         self._extras = tuple(extras)
@@ -173,24 +253,28 @@ class EpsilonGreedyPolicy:
         self._epsilon = snapshot.scalars["epsilon"] if fixed is None else fixed
 
     def act(
-        self, observation: Observation, generator: np.random.Generator
+        self, observation: Observation, generator: np.random.Generator | None
     ) -> tuple[Array, dict[str, Array]]:
         """See `contracts.Policy`; an independent coin for each stream."""
+        if generator is not None:
+            for layer in self._noisy_layers:
+                layer.draw(generator)
         with torch.inference_mode():
             values = self._network({k: torch.from_numpy(v) for k, v in observation.items()})
             values_BA: Array = values.numpy()
         action_B: Array = values_BA.argmax(1)
-        if np.any(self._epsilon):
+        if generator is not None and np.any(self._epsilon):
             explores_B = generator.random(len(action_B)) < self._epsilon
-            random_B = generator.integers(self._num_actions, size=len(action_B))
+            random_B = generator.integers(self._actions.count, size=len(action_B))
             action_B = np.where(explores_B, random_B, action_B)
+        taken = self._actions.action(action_B)
         if not self._extras:
-            return action_B, {}
+            return taken, {}
         noted = {
             "action_value": np.take_along_axis(values_BA, action_B[:, None], 1)[:, 0],
             "greedy_value": values_BA.max(1),
         }
-        return action_B, {name: noted[name] for name in self._extras}
+        return taken, {name: noted[name] for name in self._extras}
 
 
 @dataclass(frozen=True)
@@ -217,7 +301,8 @@ class PolicyRecipe:
         elif s.epsilon_base is not None:
             ladder_N = epsilon_ladder(s.epsilon_base, s.epsilon_alpha, num_streams)
             epsilon = ladder_N[list(streams)]
-        return EpsilonGreedyPolicy(network, env_spec.action.categories[0], epsilon, self.extras)
+        actions = JointActions(env_spec.action)
+        return EpsilonGreedyPolicy(network, actions, epsilon, greedy, self.extras)
 
 
 class DQN(nn.Module):
@@ -243,13 +328,23 @@ class DQN(nn.Module):
 
     def build(self, env_spec: EnvSpec) -> None:
         """See `contracts.Agent`."""
-        if not env_spec.action.is_discrete:
+        what = f"{env_spec.name} has {env_spec.action_space}"
+        if not env_spec.action.categories:
             raise UnsupportedSpace(
-                f"DQN needs a Discrete action space; {env_spec.name} has {env_spec.action_space}"
+                f"DQN needs a Discrete, MultiDiscrete or MultiBinary action space; {what}. A "
+                "wrapper can make it one: gymnasium.wrappers.DiscretizeAction (Gymnasium >= 1.2.1)"
+            )
+        self._env_spec, self._actions = env_spec, JointActions(env_spec.action)
+        if self._actions.count > MAX_ACTIONS:
+            raise UnsupportedSpace(
+                f"DQN learns a value for each joint action, of which there may be {MAX_ACTIONS:,}; "
+                f"{what}, {self._actions.count:,} of them. A wrapper can leave some out"
             )
         if not hasattr(self, "online"):
-            self.online = QNetwork(env_spec, self.settings)
-            self.target = QNetwork(env_spec, self.settings).requires_grad_(False)
+            s = self.settings
+            self.online = QNetwork(env_spec, s)
+            levels = replace(s, num_tau_samples=s.num_tau_prime_samples)
+            self.target = QNetwork(env_spec, levels).requires_grad_(False)
             self.target.load_state_dict(self.online.state_dict())
 
     @property
@@ -287,6 +382,10 @@ class DQN(nn.Module):
         }
         return Snapshot(version, arrays, self.scalars)
 
+    def export(self, path: str | Path) -> Path:
+        """Write an ONNX file of the values and the greedy action; see `export_action_values`."""
+        return export_action_values(self.online, self._env_spec, path)
+
     def change(self, values: Mapping[str, Any]) -> None:
         """See `contracts.Agent`."""
         self.settings = self.settings.changed(values)
@@ -307,27 +406,31 @@ class DQN(nn.Module):
         return {"q": self.q_training_step}
 
     def q_training_step(self, batch: Batch) -> StepOutput:
-        """Huber loss of the temporal-difference error, weighted by importance.
+        """Move the return of the action taken towards its target, weighted by importance.
 
-        The target is ``r + discount * Q_target(s', argmax_a Q_online(s', a))`` (van Hasselt et al.
-        2016, equation 4), or the maximum of ``Q_target`` where ``double`` is off.
+        The target is ``r + discount * Z_target(s', argmax_a Q_online(s', a))`` (van Hasselt et al.
+        2016, equation 4), or the maximum of ``Q_target`` where ``double`` is off. ``Z`` is the
+        distribution of the return, ``Q`` its mean; with ``head=expected`` both are the same.
         """
-        q_B = self.online(batch.observation).gather(1, batch.action.unsqueeze(1)).squeeze(1)
+        taken = self.online.distribution(batch.observation).of(self._actions.number(batch.action))
         with torch.no_grad():
-            next_BA = self.target(batch.next_observation)
-            chooser_BA = self.online(batch.next_observation) if self.settings.double else next_BA
-            next_B = next_BA.gather(1, chooser_BA.argmax(1, keepdim=True)).squeeze(1)
-            target_B = batch.reward + batch.discount * next_B
-            error_B = (q_B - target_B).abs()
-        loss_B = functional.smooth_l1_loss(q_B, target_B.to(q_B.dtype), reduction="none")
+            following = self.target.distribution(batch.next_observation)
+            chooser_BA = (
+                self.online(batch.next_observation) if self.settings.double else following.mean
+            )
+            target = following.of(chooser_BA.argmax(1)).backup(batch.reward, batch.discount)
+        loss_B = taken.loss(target)
         loss = (batch.weight * loss_B).mean()
+        value_B, target_B = taken.mean.detach(), target.mean
+        error_B = (value_B - target_B).abs()
+        priority_B = loss_B.detach() if taken.loss_is_priority else error_B
         metrics = {
             "loss": loss.detach(),
             "td_error": error_B.mean(),
-            "value": q_B.detach().mean(),
+            "value": value_B.mean(),
             "target": target_B.mean(),
         }
-        return StepOutput(loss, metrics, feedback={"priority": error_B})
+        return StepOutput(loss, metrics, feedback={"priority": priority_B})
 
     def after_step(self, name: str, updates: int) -> None:
         """See `contracts.Agent`."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from actorlearner.agents import dqn
 from actorlearner.agents.dqn import DQN, EpsilonGreedyPolicy, PolicyRecipe, epsilon_ladder
 from actorlearner.contracts import (
     ArraySpec,
@@ -19,7 +21,11 @@ from actorlearner.contracts import (
     Snapshot,
     UnsupportedSpace,
 )
-from tests.tiny import vector_spec
+from actorlearner.networks import NoisyLinear
+from actorlearner.replay import ReplayBuffer
+from actorlearner.trainer import Trainer
+from tests.tiny import Guess, vector_spec
+from tests.unit.test_returns import slow_projection, slow_quantile_huber
 
 
 def make(num_actions: int = 3, size: int = 2, **settings: Any) -> DQN:
@@ -173,6 +179,213 @@ class TestLoss:
         assert output.loss.item() == pytest.approx(expected, rel=0.05)
         assert {p.grad.dtype for p in agent.online.parameters() if p.grad is not None} == {dtype}
         output.feedback["priority"].numpy()  # which NumPy must know
+
+
+class TestDistributions:
+    """The training step with heads other than the mean, row by row."""
+
+    def agent(self, head: str, **settings: Any) -> DQN:
+        small = {
+            "num_atoms": 7, "value_range": (-3, 3), "num_quantiles": 5, "num_tau_samples": 4,
+            "num_tau_prime_samples": 6, "num_quantile_samples": 3,
+        }  # fmt: skip
+        agent = make(4, 3, head=head, **{"dueling": True, "hidden": (6,), **small, **settings})
+        draw_networks(agent, seed=1)
+        return agent
+
+    @pytest.mark.parametrize("double", [True, False])
+    @pytest.mark.parametrize("head", ["c51", "quantile", "iqn"])
+    def test_equals_its_slow_twin(self, head: str, double: bool) -> None:
+        agent, batch = self.agent(head, double=double), batch_of(3, 4, count=30)
+        torch.manual_seed(7)
+        output = agent.q_training_step(batch)
+        # IQN draws the levels of the online network, then those of the target network.
+        torch.manual_seed(7)
+        taken, following = (
+            network.distribution(observation)
+            for network, observation in (
+                (agent.online, batch.observation),
+                (agent.target, batch.next_observation),
+            )
+        )
+        chooser = agent.online(batch.next_observation) if double else following.mean
+        losses, errors = [], []
+        for i in range(30):
+            action, best = int(batch.action[i]), int(chooser[i].argmax())
+            reward, discount = float(batch.reward[i]), float(batch.discount[i])
+            if head == "c51":
+                atoms = np.linspace(-3, 3, 7)
+                online = taken.log_probability[i, action].exp().tolist()
+                after = following.log_probability[i, best].exp().tolist()
+                goal = slow_projection(after, reward, discount, -3, 3)
+                losses.append(
+                    sum(m * math.log(m / p) for m, p in zip(goal, online, strict=True) if m > 0)
+                )
+                errors.append(abs(atoms @ goal - atoms @ online))
+            else:
+                online = taken.value[i, action].tolist()
+                goal = [reward + discount * z for z in following.value[i, best].tolist()]
+                levels = taken.level.expand(30, -1)[i].tolist()
+                assert (len(online), len(goal)) == ((4, 6) if head == "iqn" else (5, 5))
+                losses.append(slow_quantile_huber(online, levels, goal, 1.0))
+                errors.append(abs(np.mean(online) - np.mean(goal)))
+        priority = output.feedback["priority"].numpy()
+        np.testing.assert_allclose(priority, losses, rtol=1e-4, atol=1e-5)
+        weighted = float(batch.weight.numpy() @ np.array(losses)) / 30
+        assert output.loss.item() == pytest.approx(weighted, rel=1e-4)
+        assert float(output.metrics["td_error"]) == pytest.approx(np.mean(errors), rel=1e-4)
+
+    @pytest.mark.parametrize("head", ["c51", "quantile", "iqn"])
+    def test_policies_act_by_means_and_note_them(self, head: str) -> None:
+        agent = self.agent(head, epsilon=[(0, 0.0)])
+        policy = agent.policy_factory(("action_value",))(vector_spec(3, 4), (0,), 1, False)
+        policy.load(agent.snapshot(0))
+        seen = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
+        action, extras = policy.act({"observation": seen}, np.random.default_rng(0))
+        with torch.no_grad():
+            means = agent.online({"observation": torch.from_numpy(seen)})
+        assert action.tolist() == means.argmax(1).tolist()
+        np.testing.assert_allclose(extras["action_value"], means.max(1).values, rtol=1e-5)
+
+    def test_a_pass_multiplies_levels_before_the_last_hidden_layer(self) -> None:
+        """As in the paper, where they meet the features of the convolutions."""
+        agent = self.agent("iqn", hidden=(6, 5), quantile_embedding_dim=9)
+        embedding = agent.online.value_head.embedding
+        assert (embedding.in_features, embedding.out_features) == (9, 6)
+        assert [layer.out_features for layer in list(agent.online.hidden)[::2]] == [6]
+        assert agent.online.head[0].in_features == 6
+
+    def test_the_network_of_rainbow_has_its_size(self) -> None:
+        """Convolutions, then two noisy streams of 512, each of 51 atoms (Hessel et al. 2018)."""
+        agent = DQN(torso="nature", hidden=[], dueling_hidden=512, head="c51", noisy=True)
+        frames = {"observation": ArraySpec((84, 84), "uint8", stack=4)}
+        agent.build(EnvSpec("Breakout", frames, ArraySpec((), "int64", (4,))))
+        convolutions = (4 * 64 + 1) * 32 + (32 * 16 + 1) * 64 + (64 * 9 + 1) * 64
+        streams = 2 * (3136 + 1) * 512 + (512 + 1) * 51 * (1 + 4)
+        count = sum(parameter.numel() for parameter in agent.online.parameters())
+        assert count == convolutions + 2 * streams == 6_764_190
+
+
+class TestNoise:
+    def agent(self, **settings: Any) -> DQN:
+        return make(noisy=True, dueling=True, hidden=(8,), epsilon=[(0, 0.0)], **settings)
+
+    def values(self, agent: DQN, greedy: bool, seed: int = 0) -> Any:
+        """What a policy thinks of the same state in eight streams, in each of two calls."""
+        recipe = agent.policy_factory(("greedy_value",))
+        policy = recipe(vector_spec(2, 3), tuple(range(8)), 8, greedy)
+        policy.load(agent.snapshot(0))
+        observation = {"observation": np.ones((8, 2), np.float32)}
+        generator = np.random.default_rng(seed)
+        return np.stack([policy.act(observation, generator)[1]["greedy_value"] for _ in range(2)])
+
+    def test_every_layer_behind_the_encoder_is_noisy(self) -> None:
+        linear = [m for m in self.agent().online.modules() if isinstance(m, torch.nn.Linear)]
+        assert [type(layer) for layer in linear] == [NoisyLinear] * 3
+        sigma = self.agent(noisy_sigma=0.25).online.hidden[0].weight_sigma
+        torch.testing.assert_close(sigma, torch.full_like(sigma, 0.25 / 2**0.5))
+
+    def test_a_policy_has_new_noise_for_every_call_from_its_generator(self) -> None:
+        agent = self.agent()
+        first, again, other = (self.values(agent, greedy=False, seed=s) for s in (0, 0, 1))
+        assert np.array_equal(first, again)
+        assert len({*first[:, 0], *other[:, 0]}) == 4
+        assert (first == first[:, :1]).all()  # all streams share it
+
+    def test_evaluations_use_the_mean_weights(self) -> None:
+        agent = self.agent()
+        values = self.values(agent, greedy=True)
+        agent.eval()
+        with torch.no_grad():
+            means = agent.online({"observation": torch.ones(1, 2)}).max().item()
+        np.testing.assert_allclose(values, means, rtol=1e-6)
+
+    def test_networks_and_passes_draw_noise_of_their_own(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Online, online to choose, target; Rainbow draws for each of the three."""
+        drawn: list[torch.Tensor] = []
+        batch, randn = batch_of(2, 3, count=5), torch.randn
+
+        def draw(*arguments: Any, **named: Any) -> torch.Tensor:
+            drawn.append(randn(*arguments, **named))
+            return drawn[-1]
+
+        for double, passes in ((True, 3), (False, 2)):
+            agent = self.agent(double=double)
+            drawn.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "randn", draw)
+                agent.q_training_step(batch)
+            assert len(drawn) == 3 * passes
+            assert len({float(noise[0]) for noise in drawn}) == len(drawn)
+
+    def test_no_noise_is_in_a_snapshot(self) -> None:
+        agent = self.agent()
+        before = {name: array.copy() for name, array in agent.snapshot(0).arrays.items()}
+        agent.q_training_step(batch_of(2, 3, count=5))
+        after = agent.snapshot(0).arrays
+        assert before.keys() == after.keys() == dict(agent.online.named_parameters()).keys()
+        assert all(np.array_equal(before[name], after[name]) for name in before)
+
+    def test_lockstep_repeats_and_resumes_to_the_bit(self, tmp_path: Path) -> None:
+        """Noise of the learner comes from torch's generator, which a checkpoint holds."""
+
+        def run(total_steps: int, **more: Any) -> dict[str, torch.Tensor]:
+            trainer = Trainer(
+                workers=0, unroll_length=8, samples_per_insert=2.0, lockstep=True, device="cpu",
+                console="off", evaluation={"episodes": 1}, total_steps=total_steps, **more,
+            )  # fmt: skip
+            model = DQN(
+                hidden=(8,), batch_size=8, epsilon=[(0, 0.0)], noisy=True, head="iqn",
+                num_tau_samples=2, num_tau_prime_samples=2,
+            )  # fmt: skip
+            store = ReplayBuffer(capacity=256, warmup_env_steps=16, beta_updates=100)
+            trainer.fit(Guess, store, model)
+            return dict(model.state_dict())
+
+        whole, again = run(96), run(96)
+        run(48, run_dir=tmp_path / "half")
+        resumed = run(96, checkpoint=tmp_path / "half")
+        for other in (again, resumed):
+            assert all(torch.equal(whole[name], other[name]) for name in whole)
+
+
+class TestActionsOfSeveralParts:
+    SPEC = EnvSpec(
+        "Parts", {"observation": ArraySpec((2,), "float32")}, ArraySpec((2,), "int64", (2, 3))
+    )
+
+    def agent(self, **settings: Any) -> DQN:
+        agent = DQN(**{"hidden": (4,), "dueling": False, **settings})
+        agent.build(self.SPEC)
+        return agent
+
+    def test_the_training_step_is_that_of_joint_actions(self) -> None:
+        joint, parts = make(6, hidden=(4,)), self.agent()
+        draw_networks(joint, seed=1)
+        parts.load_state_dict(joint.state_dict())
+        batch = batch_of(2, 6, count=20)
+        expected = joint.q_training_step(batch)
+        batch.action = torch.stack([batch.action // 3, batch.action % 3], 1)
+        found = parts.q_training_step(batch)
+        assert torch.equal(found.loss, expected.loss)
+        assert torch.equal(found.feedback["priority"], expected.feedback["priority"])
+
+    @pytest.mark.parametrize("epsilon", [0.0, 1.0])
+    def test_a_policy_acts_in_parts(self, epsilon: float) -> None:
+        agent = self.agent(hidden=(), epsilon=[(0, epsilon)])
+        set_values(agent.online, [[0.0, 0, 0, 0, 0, 9], [0, 7.0, 0, 0, 0, 0]])
+        policy = agent.policy_factory(("action_value",))(self.SPEC, (0,), 1, False)
+        policy.load(agent.snapshot(0))
+        observation = {"observation": np.tile(np.eye(2, dtype=np.float32), (500, 1))}
+        action, extras = policy.act(observation, np.random.default_rng(0))
+        assert (action.shape, action.dtype) == ((1_000, 2), np.dtype("int64"))
+        if epsilon:
+            assert sorted(set(map(tuple, action.tolist()))) == list(np.ndindex(2, 3))
+        else:
+            assert action[:2].tolist() == [[1, 2], [0, 1]]
+            assert extras["action_value"][:2].tolist() == [9, 7]
 
 
 class TestTarget:
@@ -358,6 +571,19 @@ class TestSettings:
             {"target_tau": 1.01},
             {"epsilon_base": 1.01},
             {"epsilon_alpha": -1},
+            {"head": "rainbow"},
+            {"num_atoms": 1},
+            {"value_range": (1, 1)},
+            {"value_range": (0, math.inf)},
+            {"value_range": (0, math.nan)},
+            {"value_range": (0, 1, 2)},
+            {"num_quantiles": 0},
+            {"num_tau_samples": 0},
+            {"num_tau_prime_samples": 0},
+            {"num_quantile_samples": 0},
+            {"quantile_embedding_dim": 0},
+            {"noisy": 1},
+            {"noisy_sigma": 0},
         ],
     )
     def test_out_of_bounds(self, settings: dict[str, Any]) -> None:
@@ -365,18 +591,44 @@ class TestSettings:
             DQN(**settings)
 
     @pytest.mark.parametrize(
-        ("spec", "space"),
+        ("spec", "space", "message"),
         [
-            (ArraySpec((2,), "float32"), "Box(-1.0, 1.0, (2,), float32)"),
-            (ArraySpec((2,), "int64", (3, 3)), "MultiDiscrete([3 3])"),
-            (ArraySpec((1,), "int8", (2,)), "MultiBinary(1)"),
+            (
+                ArraySpec((2,), "float32"),
+                "Box(-1.0, 1.0, (2,), float32)",
+                "DQN needs a Discrete, MultiDiscrete or MultiBinary action space; Robot-v0 has "
+                "Box(-1.0, 1.0, (2,), float32). A wrapper can make it one: "
+                "gymnasium.wrappers.DiscretizeAction (Gymnasium >= 1.2.1)",
+            ),
+            (
+                ArraySpec((3,), "int64", (41, 5, 5)),
+                "MultiDiscrete([41  5  5])",
+                "DQN learns a value for each joint action, of which there may be 1,024; Robot-v0 "
+                "has MultiDiscrete([41  5  5]), 1,025 of them. A wrapper can leave some out",
+            ),
+            (
+                ArraySpec((64,), "int8", (2,) * 64),
+                "MultiBinary(64)",
+                "DQN learns a value for each joint action, of which there may be 1,024; Robot-v0 "
+                "has MultiBinary(64), 18,446,744,073,709,551,616 of them. A wrapper can leave some "
+                "out",
+            ),
         ],
     )
-    def test_names_an_action_space_that_it_cannot_use(self, spec: ArraySpec, space: str) -> None:
-        env = EnvSpec("Pendulum-v1", {"observation": ArraySpec((3,), "float32")}, spec, "", space)
+    def test_names_an_action_space_that_it_cannot_use(
+        self, spec: ArraySpec, space: str, message: str
+    ) -> None:
+        env = EnvSpec("Robot-v0", {"observation": ArraySpec((3,), "float32")}, spec, "", space)
         with pytest.raises(UnsupportedSpace) as caught:
             DQN().build(env)
-        assert str(caught.value) == f"DQN needs a Discrete action space; Pendulum-v1 has {space}"
+        assert str(caught.value) == message
+
+    def test_1024_joint_actions_are_not_too_many(self) -> None:
+        action = ArraySpec((10,), "int8", (2,) * 10)
+        agent = DQN(hidden=())
+        agent.build(EnvSpec("Robot-v0", {"observation": ArraySpec((3,), "float32")}, action))
+        values = agent.online({"observation": torch.zeros(2, 3)})
+        assert values.shape == (2, 1_024) == (2, dqn.MAX_ACTIONS)
 
 
 class TestNetwork:

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from actorlearner.contracts import ArraySpec, UnsupportedSpace
-from actorlearner.networks import CONVOLUTIONS, MLP, DuelingHead, Encoder, ImageEncoder
+from actorlearner.networks import (
+    CONVOLUTIONS,
+    MLP,
+    DuelingHead,
+    Encoder,
+    ImageEncoder,
+    NoisyLinear,
+    ResidualBlock,
+    signed_sqrt,
+)
 
 LEAVES: dict[str, tuple[ArraySpec, Any]] = {
     "vector": (ArraySpec((3,), "float32"), lambda g: g.normal(size=(4, 3))),
@@ -141,7 +150,6 @@ class TestImages:
             (ArraySpec((3, 3), "uint8"), "minatar"),
             (ArraySpec((2, 10), "uint8"), "mlp"),
             (ArraySpec((128,), "uint8", stack=4), "mlp"),
-            (ArraySpec((4, 40, 40, 3), "uint8"), "mlp"),
             (ArraySpec((84, 84, 3), "float32"), "mlp"),
             (ArraySpec((10, 10), "int8", (2,) * 100), "mlp"),
         ],
@@ -190,6 +198,18 @@ class TestImages:
                 "at least 3; set agent.torso=auto",
             ),
             (
+                "impala",
+                ArraySpec((15, 84, 3), "uint8"),
+                "agent.torso=impala: camera has frames of shape (15, 84, 3), and both sides must "
+                "be at least 16; set agent.torso=auto",
+            ),
+            (
+                "impala",
+                ArraySpec((4,), "float32"),
+                "agent.torso=impala: there is no image (uint8 or bool, two or three axes) among "
+                "camera float32 (4,); set agent.torso=auto",
+            ),
+            (
                 "nature",
                 ArraySpec((84, 84, 3), "float32"),
                 "agent.torso=nature: there is no image (uint8 or bool, two or three axes) among "
@@ -216,6 +236,139 @@ class TestImages:
         assert seen[0].shape == (2, *shape)
         assert seen[0].is_contiguous(memory_format=torch.channels_last)
         assert all(parameter.is_contiguous() for parameter in encoder.parameters())
+
+
+class TestImpala:
+    """Espeholt et al. 2018, figure 3, right."""
+
+    @pytest.mark.parametrize(
+        ("spec", "features"),
+        [
+            (ArraySpec((84, 84), "uint8", stack=4), 32 * 11 * 11),
+            (ArraySpec((72, 96, 3), "uint8"), 32 * 9 * 12),
+            (ArraySpec((16, 17), "bool"), 32 * 2 * 3),
+        ],
+    )
+    def test_sizes(self, spec: ArraySpec, features: int) -> None:
+        encoder = Encoder({"o": spec}, "impala")
+        images = torch.from_numpy(np.ones((2, *spec.stacked_shape), spec.dtype))
+        encoded = encoder({"o": images}, torch.float32)
+        assert encoder.size == features
+        assert encoded.shape == (2, features)
+        assert (encoded >= 0).all()
+
+    def test_it_has_15_convolutions_of_its_size(self) -> None:
+        """A section is a convolution and two blocks of two; the paper counts the same."""
+        encoder = Encoder({"o": ArraySpec((84, 84), "uint8", stack=4)}, "impala")
+        convolutions = [m for m in encoder.modules() if isinstance(m, torch.nn.Conv2d)]
+        assert len(convolutions) == 15
+
+        def convolution(inputs: int, outputs: int) -> int:
+            return inputs * outputs * 9 + outputs
+
+        expected = sum(
+            convolution(before, after) + 4 * convolution(after, after)
+            for before, after in [(4, 16), (16, 32), (32, 32)]
+        )
+        assert sum(p.numel() for p in encoder.parameters()) == expected == 97_744
+
+    def test_a_block_adds_to_its_input(self) -> None:
+        block, image = ResidualBlock(3), torch.randn(2, 3, 5, 4)
+        first, second = block.first, block.second
+        inside = second(first(image.clamp_min(0)).clamp_min(0))
+        torch.testing.assert_close(block(image), image + inside)
+        with torch.no_grad():
+            second.weight.zero_()
+            assert second.bias is not None
+            second.bias.zero_()
+        assert torch.equal(block(image), image)
+
+    def test_auto_never_takes_it(self) -> None:
+        encoder = Encoder({"o": ArraySpec((84, 84), "uint8")}, "auto")
+        assert not [m for m in encoder.modules() if isinstance(m, ResidualBlock)]
+
+
+class TestNoisyLinear:
+    def test_equals_its_slow_twin(self) -> None:
+        """Fortunato et al. 2018, equations 9 to 11, weight by weight."""
+        layer = NoisyLinear(3, 2, sigma=0.7)
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter)
+        drawn = np.random.default_rng(5).standard_normal(5, np.float32)
+        noise = [np.sign(x) * abs(x) ** 0.5 for x in drawn.astype(float)]
+        of_inputs, of_outputs = noise[:3], noise[3:]
+        x = torch.randn(4, 3)
+        layer.eval().draw(np.random.default_rng(5))
+        values = layer(x).tolist()
+        for row in range(4):
+            for o in range(2):
+                total = layer.bias[o].item() + layer.bias_sigma[o].item() * of_outputs[o]
+                for i in range(3):
+                    weight = layer.weight[o, i] + (
+                        layer.weight_sigma[o, i] * of_inputs[i] * of_outputs[o]
+                    )
+                    total += weight.item() * x[row, i].item()
+                assert values[row][o] == pytest.approx(total, rel=1e-5, abs=1e-5)
+
+    def test_the_mean_weights_act_where_none_was_drawn(self) -> None:
+        layer, x = NoisyLinear(6, 4).eval(), torch.randn(3, 6)
+        assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+    def test_it_begins_as_in_the_paper(self) -> None:
+        """Means uniform within 1 / sqrt(p), sigmas 0.5 / sqrt(p)."""
+        layer = NoisyLinear(400, 300, sigma=0.5)
+        for mean in (layer.weight, layer.bias):
+            assert mean.abs().max() <= 1 / 20
+            assert mean.std().item() == pytest.approx(1 / 20 / 3**0.5, rel=0.1)
+        for sigma in (layer.weight_sigma, layer.bias_sigma):
+            torch.testing.assert_close(sigma, torch.full_like(sigma, 0.5 / 20))
+
+    def test_statistics_of_the_noise(self) -> None:
+        """signed_sqrt(x): mean 0 and variance E|x| = sqrt(2 / pi); an output is a sum of those."""
+        torch.manual_seed(0)
+        f = signed_sqrt(torch.randn(200_000))
+        variance = (2 / np.pi) ** 0.5
+        assert f.mean().item() == pytest.approx(0, abs=0.01)
+        assert f.var().item() == pytest.approx(variance, rel=0.01)
+        layer, x = NoisyLinear(10, 1, sigma=1.0), torch.randn(1, 10)
+        with torch.no_grad():
+            layer.bias_sigma.zero_()
+            outputs = torch.stack([layer(x) for _ in range(5_000)])
+            mean = torch.nn.functional.linear(x, layer.weight, layer.bias)
+        expected = variance**2 * (x**2).sum().item() / 10
+        assert outputs.mean().item() == pytest.approx(
+            mean.item(), abs=4 * (expected / 5_000) ** 0.5
+        )
+        assert outputs.var().item() == pytest.approx(expected, rel=0.15)
+
+    def test_every_pass_of_training_draws_anew_from_torch(self) -> None:
+        layer, x = NoisyLinear(6, 4), torch.randn(3, 6)
+        torch.manual_seed(1)
+        first, second = layer(x), layer(x)
+        torch.manual_seed(1)
+        assert torch.equal(first, layer(x))
+        assert not torch.equal(first, second)
+        # A row more is the same row again: the batch shares the noise.
+        torch.manual_seed(1)
+        torch.testing.assert_close(layer(torch.cat([x, x]))[3:], first)
+
+    def test_gradients_reach_means_and_sigmas(self) -> None:
+        layer = NoisyLinear(6, 4)
+        first, second = layer(torch.randn(3, 6)), layer(torch.randn(3, 6))
+        (first.square().sum() + second.square().sum()).backward()  # noise of both is still there
+        assert len(list(layer.parameters())) == 4
+        for parameter in layer.parameters():
+            assert parameter.grad is not None
+            assert torch.count_nonzero(parameter.grad) == parameter.numel()
+
+    def test_noise_is_in_no_state(self) -> None:
+        layer = NoisyLinear(6, 4).eval()
+        before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+        layer.draw(np.random.default_rng(0))
+        layer(torch.randn(2, 6))
+        after = layer.state_dict()
+        assert list(after) == ["weight", "bias", "weight_sigma", "bias_sigma"]
+        assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 class TestMLP:
@@ -255,3 +408,23 @@ class TestDuelingHead:
             assert layers == [torch.nn.Linear, torch.nn.ReLU] * len(hidden) + [torch.nn.Linear]
             widths = [layer.out_features for layer in stream if isinstance(layer, torch.nn.Linear)]
             assert widths == [*hidden, outputs]
+
+    @pytest.mark.parametrize("numbers", [1, 3])
+    def test_each_atom_is_made_by_itself(self, hidden: tuple[int, ...], numbers: int) -> None:
+        """Hessel et al. 2018; features of more axes (IQN's levels) go through alike."""
+        head, features = DuelingHead(6, 4, hidden, numbers=numbers), torch.randn(2, 5, 6)
+        values = head(features).reshape(2, 5, 4, numbers)
+        advantages = head.advantage(features).reshape(2, 5, 4, numbers)
+        for n in range(numbers):
+            of_the_state = head.value(features)[..., n : n + 1]
+            torch.testing.assert_close(values[..., n].mean(-1, keepdim=True), of_the_state)
+            for action in range(4):
+                difference = values[..., action, n] - values[..., 0, n]
+                expected = advantages[..., action, n] - advantages[..., 0, n]
+                torch.testing.assert_close(difference, expected)
+
+    def test_every_layer_is_of_the_kind_asked_for(self, hidden: tuple[int, ...]) -> None:
+        head = DuelingHead(6, 4, hidden, NoisyLinear)
+        layers = [layer for layer in head.modules() if isinstance(layer, torch.nn.Linear)]
+        assert len(layers) == 2 + 2 * len(hidden)
+        assert {type(layer) for layer in layers} == {NoisyLinear}

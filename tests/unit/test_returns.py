@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import torch
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from actorlearner.returns import n_step
+from actorlearner.returns import categorical_projection, n_step, quantile_huber_loss
 
 
 def slow_n_step(rewards, terminated, inside, gamma):
@@ -16,7 +19,7 @@ def slow_n_step(rewards, terminated, inside, gamma):
     for reward, ends, is_inside in zip(rewards, terminated, inside, strict=True):
         if not is_inside:
             break
-        total += gamma**steps * reward
+        total += gamma**steps * float(reward)
         steps += 1
         discount = gamma**steps
         if ends:
@@ -101,3 +104,133 @@ def test_dtypes_and_inputs_left_alone():
     assert np.issubdtype(steps.dtype, np.integer)
     assert inside.all()
     assert returns.shape == discounts.shape == steps.shape == (2,)
+
+
+# ------------------------------------------------------------------ distributions of returns
+
+
+def slow_projection(probabilities, reward, discount, low, high):
+    """Bellemare et al. 2017, algorithm 1, for one row, with a case for who hits an atom."""
+    last = len(probabilities) - 1
+    width = (high - low) / last
+    projected = [0.0] * (last + 1)
+    for j, probability in enumerate(probabilities):
+        moved = min(high, max(low, reward + discount * (low + j * width)))
+        place = min(float(last), max(0.0, (moved - low) / width))
+        below, above = math.floor(place), math.ceil(place)
+        if below == above:
+            projected[below] += probability
+        else:
+            projected[below] += probability * (above - place)
+            projected[above] += probability * (place - below)
+    return projected
+
+
+def project(probability, reward, discount, value_range):
+    """`categorical_projection` of one row, in float64."""
+    rows = (torch.tensor([x], dtype=torch.float64) for x in (probability, reward, discount))
+    return categorical_projection(*rows, value_range)[0].tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@example(seed=0, count=11, low=0.0, width=78.91910110838555, n=1)  # rounds beyond the last atom
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    count=st.integers(2, 60),
+    low=st.floats(-100, 100),
+    width=st.floats(0.1, 200),
+    n=st.integers(1, 5),
+)
+def test_projection_equals_its_slow_twin(seed, count, low, width, n):
+    """Rows that end and rows that do not, rewards inside the range and far outside."""
+    generator, rows, high = np.random.default_rng(seed), 6, low + width
+    probability = generator.dirichlet(np.full(count, 0.3), rows)
+    reward = generator.normal(low, 2 * width, rows)
+    discount = np.where(generator.random(rows) < 0.3, 0.0, 0.99**n)
+    projected = categorical_projection(
+        *map(torch.from_numpy, (probability, reward, discount)), (low, high)
+    ).numpy()
+    assert (projected >= 0).all()
+    np.testing.assert_allclose(projected.sum(1), 1.0, atol=1e-12)
+    for row, (p, r, d) in enumerate(zip(probability, reward, discount, strict=True)):
+        expected = slow_projection(p.tolist(), float(r), float(d), low, high)
+        np.testing.assert_allclose(projected[row], expected, atol=1e-9)
+        # Where nothing is clipped, the mean is that of what was projected.
+        atoms = np.linspace(low, high, count)
+        if low <= min(r + d * low, r + d * high) and max(r + d * low, r + d * high) <= high:
+            assert projected[row] @ atoms == pytest.approx(r + d * (p @ atoms), abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("reward", "discount", "expected"),
+    [
+        (0.0, 1.0, [0.1, 0.2, 0.3, 0.4]),  # every atom on itself
+        (1.0, 1.0, [0.0, 0.1, 0.2, 0.7]),  # one further; the last is clipped
+        (-1.0, 1.0, [0.3, 0.3, 0.4, 0.0]),
+        (2.0, 0.0, [0.0, 0.0, 1.0, 0.0]),  # ended on an atom
+        (1.25, 0.0, [0.0, 0.75, 0.25, 0.0]),  # ended between two
+        (0.0, 0.0, [1.0, 0.0, 0.0, 0.0]),
+        (99.0, 0.0, [0.0, 0.0, 0.0, 1.0]),
+        (-99.0, 0.0, [1.0, 0.0, 0.0, 0.0]),
+        (99.0, 1.0, [0.0, 0.0, 0.0, 1.0]),
+        (0.0, 0.5, [0.1 + 0.1, 0.1 + 0.3 + 0.2, 0.2, 0.0]),
+    ],
+)
+def test_projection_by_hand(reward, discount, expected):
+    """Atoms 0, 1, 2, 3."""
+    assert project([0.1, 0.2, 0.3, 0.4], reward, discount, (0.0, 3.0)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("value_range", [(-10.0, 10.0), (0.0, 100.0), (-1.0, 1.0)])
+def test_every_atom_of_51_in_float32_stays_where_it_is(value_range):
+    """Rounding must neither lose mass beyond the last atom nor move any to a neighbour."""
+    projected = categorical_projection(torch.eye(51), torch.zeros(51), torch.ones(51), value_range)
+    torch.testing.assert_close(projected, torch.eye(51), atol=2e-5, rtol=0)
+    at_the_end = categorical_projection(
+        torch.eye(51), torch.full((51,), value_range[1]), torch.zeros(51), value_range
+    )
+    assert (at_the_end[:, -1] == 1).all()
+
+
+def slow_quantile_huber(quantiles, levels, targets, kappa):
+    """Dabney et al. 2018b, equations 3 and 4, for one row."""
+    total = 0.0
+    for quantile, level in zip(quantiles, levels, strict=True):
+        for target in targets:
+            error = target - quantile
+            small = abs(error) <= kappa
+            huber = error**2 / 2 if small else kappa * (abs(error) - kappa / 2)
+            total += abs(level - float(error < 0)) * huber / kappa / len(targets)
+    return total
+
+
+@pytest.mark.parametrize("kappa", [1.0, 0.25, 3.0])
+@pytest.mark.parametrize("levels_of_each_row", [True, False])
+def test_quantile_loss_equals_its_slow_twin(levels_of_each_row, kappa):
+    generator = torch.Generator().manual_seed(0)
+    quantile, target = (
+        torch.randn(7, n, generator=generator, dtype=torch.float64) * 2 for n in (5, 3)
+    )
+    target[0, 0] = quantile[0, 0]  # no error
+    level = torch.rand(7, 5, generator=generator, dtype=torch.float64)
+    if not levels_of_each_row:
+        level = level[0]
+    loss = quantile_huber_loss(quantile, level, target, kappa)
+    rows = level.expand(7, 5).tolist()
+    expected = [
+        slow_quantile_huber(*row, kappa)
+        for row in zip(quantile.tolist(), rows, target.tolist(), strict=True)
+    ]
+    np.testing.assert_allclose(loss.numpy(), expected, rtol=1e-12)
+
+
+def test_the_quantiles_of_the_target_are_where_the_loss_is_least():
+    """Errors of 10 are in the linear part: the slope is that of plain quantile regression."""
+    target = torch.tensor([[0.0, 10.0, 20.0, 30.0]], dtype=torch.float64)
+    level = torch.tensor([0.125, 0.375, 0.625, 0.875], dtype=torch.float64)
+    quantile = target.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(quantile_huber_loss(quantile, level, target).sum(), quantile)
+    assert gradient.abs().max() < 0.2
+    for direction in (-5.0, 5.0):
+        moved = quantile_huber_loss(target + direction, level, target)
+        assert moved.item() > quantile_huber_loss(target, level, target).item() + 1
