@@ -1,13 +1,15 @@
-"""What evaluations say: settings of the request, and the result as metrics."""
+"""What evaluations say: settings of the request, the result as metrics, and films of episodes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from actorlearner.config import Settings, setting
 from actorlearner.contracts import EvaluationRequest, EvaluationResult
+from actorlearner.video import RENDER_MODE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,16 +25,37 @@ class EvaluationSettings(Settings):
     limit but the environment's."""
     seed: int = setting(0, low=0)
     """Of the episodes; training episodes never share one of theirs."""
+    video: bool = False
+    """Film each evaluation: GIFs in RUN_DIR/videos, and in TensorBoard."""
+    video_episodes: int = setting(1, low=1, high=8)
+    """Episodes that are filmed, the first ones."""
+    video_frames: int = setting(1_000, low=1)
+    """Pictures per film at most, one per env step; the episode goes on without."""
+
+    @property
+    def render_mode(self) -> str | None:
+        """How environments must be made to be filmed; None if they are not."""
+        return RENDER_MODE if self.video else None
 
     def request(self, env_steps: int) -> EvaluationRequest:
         """The request for a snapshot taken at ``env_steps``."""
-        return EvaluationRequest(self.episodes, self.step_limit, self.seed, env_steps)
+        films = self.video_episodes if self.video else 0
+        return EvaluationRequest(
+            self.episodes, self.step_limit, self.seed, env_steps, films, self.video_frames
+        )
 
 
 def summarise(result: EvaluationResult) -> dict[str, float]:
-    """Metrics ``evaluation/...`` of ``result``: raw returns, lengths in env steps."""
+    """Metrics ``evaluation/...`` of ``result``: raw returns, lengths in env steps.
+
+    What episodes ended with in their ``info`` is a mean over those that had it.
+    """
     returns = np.array(result.returns)
+    infos: dict[str, list[float]] = {}
+    for name, number in (pair for info in result.infos for pair in info):
+        infos.setdefault(f"evaluation/{name}", []).append(number)
     return {
+        **{name: float(np.mean(numbers)) for name, numbers in infos.items()},
         "evaluation/return_mean": float(returns.mean()),
         "evaluation/return_std": float(returns.std()),
         "evaluation/return_min": float(returns.min()),
@@ -41,3 +64,15 @@ def summarise(result: EvaluationResult) -> dict[str, float]:
         "evaluation/episodes": float(len(returns)),
         "evaluation/episodes_cut": float(result.cut),
     }
+
+
+def write_films(result: EvaluationResult, run_dir: Path) -> None:
+    """Write the films of ``result`` as ``videos/step_NNNNNNNNNNNN_episode_I.gif``.
+
+    Raises:
+        OSError: the disk is full, or not to be written to.
+    """
+    directory = run_dir / "videos"
+    for episode, film in enumerate(result.films):
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"step_{result.env_steps:012d}_episode_{episode}.gif").write_bytes(film)

@@ -19,104 +19,43 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common import argument_parser, facts, report, run, say, started, table
-from numpy.typing import ArrayLike, NDArray
-from omegaconf import OmegaConf
 
 from actorlearner.contracts import BadInput
-
-RESAMPLES = 50_000
-"""Of the bootstrap."""
-
-
-# ------------------------------------------------------------------------------------- statistics
-
-
-def iqm(values: ArrayLike) -> NDArray[np.float64]:
-    """Interquartile mean over the last axis: a quarter, rounded down, is cut off at either end."""
-    ordered = np.sort(np.asarray(values, np.float64))
-    count = ordered.shape[-1]
-    cut = count // 4
-    return np.asarray(ordered[..., cut : count - cut].mean(-1))
-
-
-def bootstrap_interval(
-    values: Sequence[float], resamples: int = RESAMPLES, seed: int = 0, level: float = 0.95
-) -> tuple[float, float]:
-    """Percentile bootstrap interval of the IQM of ``values``; it is too narrow for few of them."""
-    drawn = np.random.default_rng(seed).integers(len(values), size=(resamples, len(values)))
-    low, high = np.quantile(iqm(np.asarray(values)[drawn]), [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
-
+from actorlearner.plot import Run, bootstrap_interval, curves, draw, iqm
 
 # ------------------------------------------------------------------------------------------- runs
 
 
-@dataclass
-class Run:
-    """What a run directory tells.
+def final_return(run: Run) -> float | None:
+    """Of the evaluation at the end of ``run``; None if it did not come that far."""
+    env_steps, returns = run.points()
+    is_whole = len(returns) > 0 and env_steps[-1] >= run.config["total_steps"]
+    return float(returns[-1]) if is_whole else None
 
-    Attributes:
-        path: of it.
-        config: of the run.
-        env_steps: of each evaluation.
-        returns: mean return of each.
-        last: the newest value of every metric.
-    """
 
-    path: Path
-    config: dict[str, Any] = field(default_factory=dict)
-    env_steps: list[int] = field(default_factory=list)
-    returns: list[float] = field(default_factory=list)
-    last: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: Path) -> Run:
-        """The run in ``path``, however far it came."""
-        found = cls(path)
-        metrics, config = path / "metrics.jsonl", path / "config.yaml"
-        if not (metrics.exists() and config.exists()):
-            return found
-        tree: Any = OmegaConf.to_container(OmegaConf.load(config))
-        found.config = tree
-        texts = metrics.read_text().splitlines(keepends=True)
-        for line in (json.loads(text) for text in texts if text.endswith("\n")):
-            found.last |= line
-            if line.get("evaluation/return_mean") is not None:
-                found.env_steps.append(line["env_steps"])
-                found.returns.append(line["evaluation/return_mean"])
-        return found
-
-    @property
-    def final_return(self) -> float | None:
-        """Of the evaluation at the end; None if it did not come that far."""
-        if not self.returns or self.env_steps[-1] < self.config["total_steps"]:
-            return None
-        return self.returns[-1]
-
-    def told(self) -> dict[str, Any]:
-        """What the report says of it."""
-        settings = ("experiment", "seed", "workers", "envs_per_worker", "unroll_length")
-        metrics = (
-            "env_steps",
-            "updates",
-            "wall_s",
-            "evaluation/episodes",
-            "replay/samples_per_insert",
-            "policy/lag_mean",
-            "speed/env_steps_per_s",
-        )
-        return {
-            "path": str(self.path),
-            "final_return": self.final_return,
-            **{name: self.config.get(name) for name in settings},
-            **{name: self.last.get(name) for name in metrics},
-        }
+def told(run: Run) -> dict[str, Any]:
+    """What the report says of ``run``."""
+    settings = ("experiment", "seed", "workers", "envs_per_worker", "unroll_length")
+    metrics = (
+        "env_steps",
+        "updates",
+        "wall_s",
+        "evaluation/episodes",
+        "replay/samples_per_insert",
+        "policy/lag_mean",
+        "speed/env_steps_per_s",
+    )
+    return {
+        "path": str(run.path),
+        "final_return": final_return(run),
+        **{name: run.config.get(name) for name in settings},
+        **{name: run.last.get(name) for name in metrics},
+    }
 
 
 def runs_below(path: Path) -> list[Path]:
@@ -184,47 +123,27 @@ def find_runs(args: argparse.Namespace) -> dict[str, list[Run]]:
 
 def summarise(runs: Sequence[Run], failed_return: float | None) -> dict[str, Any]:
     """Mean, IQM and interval of the final returns, None where one is missing; and each run."""
-    scores = [failed_return if run.final_return is None else run.final_return for run in runs]
+    finals = [final_return(run) for run in runs]
+    scores = [failed_return if final is None else final for final in finals]
     whole = [score for score in scores if score is not None]
     is_whole = len(whole) == len(scores)
     return {
         "final_returns": scores,
         "mean": float(np.mean(whole)) if is_whole else None,
         "iqm": float(iqm(whole)) if is_whole else None,
-        "interval": bootstrap_interval(whole) if is_whole else None,
-        "failed": sum(run.final_return is None for run in runs),
-        "runs": [run.told() for run in runs],
+        "interval": [float(end) for end in bootstrap_interval(whole)] if is_whole else None,
+        "failed": finals.count(None),
+        "runs": [told(run) for run in runs],
     }
 
 
 def plot(groups: Mapping[str, Sequence[Run]], path: Path) -> bool:
-    """Draw the evaluation returns of each group: every run, and the mean as far as all came."""
+    """Draw the evaluation returns of each group; without matplotlib or evaluations only tell."""
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        say('no curves: needs matplotlib: pip install "actorlearner[plot]"')
+        draw(curves(groups), path)
+    except BadInput as error:
+        say(f"no curves: {error}")
         return False
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for index, (label, runs) in enumerate(groups.items()):
-        color, drawn = f"C{index % 10}", [r for r in runs if r.returns]
-        for r in drawn:
-            axes.plot(r.env_steps, r.returns, color=color, alpha=0.3, linewidth=1)
-        if drawn:
-            first = max(r.env_steps[0] for r in drawn)
-            last = min(r.env_steps[-1] for r in drawn)
-            grid = np.unique(np.concatenate([r.env_steps for r in drawn]))
-            grid = grid[(grid >= first) & (grid <= last)]
-            mean = np.mean([np.interp(grid, r.env_steps, r.returns) for r in drawn], 0)
-            name = f"{label}: " + (f"mean of {len(drawn)} seeds" if drawn[1:] else "one seed")
-            axes.plot(grid, mean, color=color, linewidth=2.5, label=name)
-    axes.set_xlabel("env steps")
-    axes.set_ylabel("evaluation: mean return")
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
-    figure.savefig(path, dpi=150)
     return True
 
 
