@@ -9,15 +9,19 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from actorlearner.agents.dqn import DQN
+    from actorlearner.callbacks import Callback
+    from actorlearner.inference import load_policy
     from actorlearner.replay import ReplayBuffer
     from actorlearner.trainer import Trainer
 
 _EXPORTS = {
+    "Callback": "actorlearner.callbacks",
     "DQN": "actorlearner.agents.dqn",
     "ReplayBuffer": "actorlearner.replay",
     "Trainer": "actorlearner.trainer",
+    "load_policy": "actorlearner.inference",
 }
-__all__ = ["DQN", "ReplayBuffer", "Trainer", "__version__"]
+__all__ = ["DQN", "Callback", "ReplayBuffer", "Trainer", "__version__", "load_policy"]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,14 +9,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from actorlearner.callbacks import Callback
 from actorlearner.config import make
 from actorlearner.contracts import (
+    Agent,
     BadInput,
     EnvFactory,
     EnvSpec,
     Launcher,
     PolicyFactory,
     SettingError,
+    Store,
+    Tracker,
     WorkerSpec,
 )
 from actorlearner.streams import StreamLedger, assign_streams
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 
 _INLINE = "actorlearner.launch.inline:InlineLauncher"
 _LOCAL = "actorlearner.launch.local:LocalLauncher"
+_STORE = "actorlearner.replay:ReplayBuffer"
+_AGENT = "actorlearner.agents.dqn:DQN"
 
 
 def resolve_device(device: str, lockstep: bool) -> torch.device:
@@ -80,6 +86,36 @@ def make_launcher(settings: TrainerSettings, launcher: Launcher | str | None) ->
         node["target"] = launcher
     made: Launcher = make(node, "launch", "gather", settings.trust, lockstep=settings.lockstep)
     return made
+
+
+def default_store() -> Store:
+    """The replay buffer that the command line takes by default."""
+    store: Store = make({"target": _STORE}, "replay", "sample")
+    return store
+
+
+def default_agent() -> Agent:
+    """The agent that the command line takes by default."""
+    agent: Agent = make({"target": _AGENT}, "agent", "training_steps")
+    return agent
+
+
+def make_callbacks(settings: TrainerSettings) -> list[Callback]:
+    """The callbacks that ``trainer.callbacks`` names."""
+    key = settings.key("callbacks")
+    return [make(node, key, "after_update", settings.trust) for node in settings.callbacks]
+
+
+def make_tracker(settings: TrainerSettings) -> Tracker | None:
+    """The experiment tracker that ``tracking`` names, if any.
+
+    Raises:
+        BadInput: its library is missing.
+    """
+    if not settings.tracking:
+        return None
+    tracker: Tracker = make(settings.tracking, "tracking", "start", settings.trust)
+    return tracker
 
 
 def worker_specs(

@@ -21,6 +21,7 @@ on the CPU. Dict keys may be any of these but arrays and tensors; all dicts come
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -389,20 +390,27 @@ def _verify_file(directory: Path, name: str, manifest: Manifest) -> Path:
     path, record = directory / name, manifest.files[name]
     if path.resolve().parent != directory.resolve():
         raise _DamagedError(f"{directory}: refused: {name!r} leads out of it")
-    digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != record.size_bytes:
-                wanted = f"{record.size_bytes:,} bytes are needed"
-                raise _DamagedError(f"{directory}: damaged: {name} has {size:,} bytes; {wanted}")
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
+        status = path.stat()
+        if (size := status.st_size) != record.size_bytes:
+            wanted = f"{record.size_bytes:,} bytes are needed"
+            raise _DamagedError(f"{directory}: damaged: {name} has {size:,} bytes; {wanted}")
+        sha256 = _sha256(path, (status.st_ino, size, status.st_mtime_ns, status.st_ctime_ns))
     except OSError as error:
         raise _DamagedError(f"{directory}: incomplete: {error}") from error
-    if digest.hexdigest() != record.sha256:
+    if sha256 != record.sha256:
         raise _DamagedError(f"{directory}: damaged: the checksum of {name} differs")
     return path
+
+
+@functools.lru_cache(maxsize=64)
+def _sha256(path: Path, identity: tuple[int, ...]) -> str:
+    """Of the file's content, read once: ``identity`` tells whether it may have changed since."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _looks_like_checkpoint(directory: Path) -> bool:

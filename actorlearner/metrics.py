@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -112,12 +112,26 @@ class TensorBoardSink:
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
+    def write_film(self, step: int, name: str, gif: bytes) -> None:
+        """Add a GIF, as an image that moves (`add_video` takes frames, and needs moviepy)."""
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+
+        width, height = (int.from_bytes(gif[at : at + 2], "little") for at in (6, 8))
+        image = Summary.Image(encoded_image_string=gif, width=width, height=height, colorspace=3)
+        value = Summary.Value(tag=name, image=image)
+        self.writer._get_file_writer().add_summary(Summary(value=[value]), step)
+        self.writer.flush()
+
     def close(self) -> None:
         """Close the writer if it was made here."""
         if self._is_owner and not self._closed:
             self.writer.close()
         self._closed = True
 
+
+_BAR = "{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
+_BAR_WIDTH = 45  # columns of it that are always there, at most
+_SHOW = {"*/loss": "loss"}
 
 ConsoleMode = Literal["auto", "bar", "plain", "off"]
 """``auto`` draws a bar on a terminal and writes plain lines elsewhere."""
@@ -132,8 +146,8 @@ class ConsoleSink:
         total: env steps of the whole run.
         initial: env steps made before, by the run that this one goes on from.
         console: what to draw.
-        show: patterns (as of `fnmatch`) of the metrics to show, the most important first: a narrow
-            terminal cuts the rest.
+        show: the metrics to show, patterns (as of `fnmatch`) with what to call them, the most
+            important first: a narrow terminal cuts the rest.
         stream: standard error if None.
     """
 
@@ -142,14 +156,14 @@ class ConsoleSink:
         total: int,
         initial: int = 0,
         console: ConsoleMode = "auto",
-        show: Sequence[str] = ("*/loss",),
+        show: Mapping[str, str] = _SHOW,
         stream: TextIO | None = None,
     ) -> None:
         self._stream = sys.stderr if stream is None else stream
         if console == "auto":
             console = "bar" if self._stream.isatty() else "plain"
         self._total = total
-        self._show = tuple(show)
+        self._show = dict(show)
         self._is_plain = console == "plain"
         self._on_bar: dict[str, float] = {}
         self._cleanup = ExitStack()
@@ -161,8 +175,8 @@ class ConsoleSink:
                     total=total,
                     initial=initial,
                     file=self._stream,
-                    unit="step",
                     unit_scale=True,
+                    bar_format=_BAR,
                     ncols=80 if lacks_size else None,
                     nrows=24 if lacks_size else None,
                     dynamic_ncols=not lacks_size,
@@ -178,22 +192,34 @@ class ConsoleSink:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the chosen metrics; the bar keeps those that a later write lacks."""
-        chosen = {
-            name: metrics[name]
-            for pattern in self._show
-            for name in metrics
-            if fnmatchcase(name, pattern)
-        }
+        chosen = self._labelled(metrics)
         if self._bar is not None:
             self.advance(step)
-            self._on_bar.update(chosen)
-            self._bar.set_postfix_str(_short_text(self._on_bar), refresh=False)
+            known = self._on_bar | chosen
+            self._on_bar = {label: known[label] for label in sorted(known, key=self._place)}
+            room = _columns(self._stream) - _BAR_WIDTH
+            self._bar.set_postfix_str(_text(self._on_bar, room), refresh=False)
             self._bar.refresh()
         elif self._is_plain:
-            values = [f"{name} {value:.4g}" for name, value in chosen.items()]
-            line = ", ".join([f"env step {step:,} of {self._total:,}", *values])
-            self._stream.write(f"{line}\n")
+            share = min(1.0, step / max(1, self._total))  # the last unroll may overshoot
+            line = f"{step:,} of {self._total:,} env steps ({share:.0%})"
+            self._stream.write(f"{line}: {_text(chosen)}\n" if chosen else f"{line}\n")
             self._stream.flush()
+
+    def _labelled(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The chosen ones; where a pattern fits several, each with its group."""
+        chosen = {}
+        for pattern, label in self._show.items():
+            names = [name for name in metrics if fnmatchcase(name, pattern)]
+            for name in names:
+                group = name.partition("/")[0]
+                chosen[label if len(names) == 1 else f"{group} {label}"] = metrics[name]
+        return chosen
+
+    def _place(self, label: str) -> int:
+        """Where ``label`` comes; one with a group, where it comes without."""
+        labels = list(self._show.values())
+        return labels.index(label if label in labels else label.partition(" ")[2])
 
     def close(self) -> None:
         """Leave the bar as it stands and give the console back to logging."""
@@ -202,15 +228,25 @@ class ConsoleSink:
         self._is_plain = False
 
 
-def _short_text(metrics: Mapping[str, float]) -> str:
-    """Names without their groups where that is clear, for a terminal has 80 columns."""
-    last_parts = [name.rpartition("/")[2] for name in metrics]
-    labels = [
-        last if last_parts.count(last) == 1 else name
-        for name, last in zip(metrics, last_parts, strict=True)
-    ]
-    pairs = zip(labels, metrics.values(), strict=True)
-    return ", ".join(f"{label} {value:.3g}" for label, value in pairs)
+def _text(values: Mapping[str, float], room: float = math.inf) -> str:
+    """As many of ``values`` as have ``room``, in characters."""
+    text = ""
+    for label, value in values.items():
+        number = f"{value:,.0f}" if 1_000 <= abs(value) < 1e9 else f"{value:.3g}"
+        longer = f"{text}, {label} {number}" if text else f"{label} {number}"
+        if len(longer) > room:
+            break
+        text = longer
+    return text
+
+
+def _columns(stream: TextIO) -> int:
+    """How wide the bar is: as the terminal now, or 80."""
+    try:
+        size = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError):  # not a terminal of the system
+        return 80
+    return 80 if 0 in size else size.columns
 
 
 def _lacks_size(stream: TextIO) -> bool:

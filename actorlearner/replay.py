@@ -417,8 +417,8 @@ class ReplayBuffer:
             bytes_per_row += 9  # a leaf, and its share of the sums above
         needed = capacity * bytes_per_row
         logger.info(
-            "replay: %s rows of %s bytes take %s, %s are free",
-            f"{capacity:,}", f"{bytes_per_row:,}", _size(needed), _size(free),
+            "The replay takes %s of memory for %s rows; %s are free.",
+            _size(needed), f"{capacity:,}", _size(free),
         )  # fmt: skip
         if needed > free:
             raise SettingError(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import shlex
 import sys
 import traceback
@@ -31,9 +33,9 @@ from actorlearner.config import Settings, config_dir, make, unknown_key
 from actorlearner.contracts import ActorLearnerError, BadInput, CheckpointError
 from actorlearner.launch.local import start_processes
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("actorlearner.run")  # whose __name__ is __main__ as a command
 
-_GROUPS = ("env", "agent", "replay", "evaluation", "launch", "trainer", "experiment")
+_GROUPS = ("env", "agent", "replay", "evaluation", "launch", "tracking", "trainer", "experiment")
 _THROUGH_HYDRA = ("-m", "--multirun", "-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info")
 _VERSION_BASE = "1.3"
 _PATHS = ("run_dir", "resume", "ckpt")
@@ -59,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     arguments = ["eval_only=true" if a == "--eval-only" else a for a in arguments]
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("actorlearner").setLevel(logging.INFO)  # not the root: torch has much to say
     if any(argument.partition("=")[0] in _THROUGH_HYDRA for argument in arguments):
         return _through_hydra(arguments)
     return told_plainly(lambda: _run(compose(arguments)))
@@ -92,7 +95,10 @@ def _through_hydra(arguments: list[str]) -> int:
         own = HydraConfig.get()
         sources = own.runtime.config_sources
         dirs = [f"--config-dir={s.path}" for s in sources if s.provider == "command-line"]
-        codes.append(told_plainly(lambda: _run(compose([*dirs, *own.overrides.task]))))
+        os.chdir(own.runtime.cwd)  # paths are relative to it, whatever hydra.job.chdir says
+        overrides = [_unescaped_path(override) for override in own.overrides.task]
+        logger.info("Run %d: %s", own.job.num, " ".join(overrides))
+        codes.append(told_plainly(lambda: _run(compose([*dirs, *overrides]))))
         if codes[-1] >= 128:
             sys.exit(codes[-1])  # interrupted: the jobs that are left don't start
 
@@ -125,7 +131,7 @@ def compose(arguments: Sequence[str]) -> DictConfig:
             try:
                 config = hydra.compose("config", overrides)
             except (HydraException, ValueError) as error:
-                raise BadInput(_explain(error, given, hydra.compose("config"))) from error
+                raise BadInput(_explain(error, given)) from error
     except OmegaConfBaseException as error:
         raise BadInput(str(error)) from error
     if config.resume == "auto":
@@ -165,6 +171,15 @@ def _quoted_path(override: str) -> str:
     return f"{key}='{value}'" if "'" not in value else f'{key}="{value}"'
 
 
+def _unescaped_path(override: str) -> str:
+    """``override`` of a multirun with its value as it was typed, if that is a path."""
+    key, _, value = override.partition("=")
+    if key not in _PATHS or value[:1] in ("'", '"'):
+        return override
+    plain = re.sub(r"\\(.)", r"\1", value)  # Hydra escapes braces among others
+    return f"{key}={plain}"
+
+
 def _parse(overrides: Sequence[str]) -> dict[str, Any]:
     """Key and value of each override."""
     given = {}
@@ -180,15 +195,21 @@ def _parse(overrides: Sequence[str]) -> dict[str, Any]:
     return given
 
 
-def _explain(error: Exception, given: Mapping[str, Any], defaults: DictConfig) -> str:
+def _explain(error: Exception, given: Mapping[str, Any]) -> str:
     """What is wrong with the command line."""
     if isinstance(error, MissingConfigException) and error.options:
         group, _, choice = str(error.missing_cfg_file).partition("/")
         return f"{group}={choice}: there is no such choice; there are: {', '.join(error.options)}"
-    known = _dotted_keys(OmegaConf.to_container(defaults, resolve=False))
     for key, value in given.items():
         if key in _GROUPS and not isinstance(value, str):
             return f"{key}={value}: the name of a choice is needed"
+    choices = [f"{group}={given[group]}" for group in _GROUPS if group in given]
+    known = _dotted_keys(OmegaConf.to_container(hydra.compose("config", choices), resolve=False))
+    for key in given:
+        group = key.partition(".")[0]
+        if group in _GROUPS and not any(name.startswith(f"{group}.") for name in known):
+            names = ", ".join(sorted(path.stem for path in (config_dir() / group).glob("*.yaml")))
+            return f"{key}: has no meaning without a choice of {group}, which are: {names}"
         if key not in known and key not in _GROUPS and not key.startswith("hydra"):
             return unknown_key(key, known)
     return str(error)
@@ -230,6 +251,9 @@ def _saved_config(
     saved.trust = [] if fresh is None else fresh.trust
     was = OmegaConf.to_container(saved, resolve=True)
     known = _dotted_keys(OmegaConf.to_container(saved, resolve=False))
+    # How to evaluate may have got settings since.
+    evaluation = OmegaConf.load(config_dir() / "evaluation" / "default.yaml")
+    known += _dotted_keys(OmegaConf.to_container(evaluation), "evaluation")
     for name, value in given.items():
         if name in _GROUPS:
             if fresh is not None and _same_choice(fresh.get(name), saved.get(name), name, given):
@@ -330,7 +354,7 @@ def _build_and_run(config: DictConfig, tree: Mapping[str, Any], command: Command
 
     trainer = Trainer.from_config(config, checkpoint=command.ckpt or command.resume)
     trust = trainer.settings.trust
-    factory = make(tree["env"], "env", "factory", trust).factory(command.imports)
+    factory = make(tree["env"], "env", "factory", trust).factory(command.imports, trust)
     agent = make(tree["agent"], "agent", "training_steps", trust)
     if command.eval_only:
         return _evaluate(trainer, factory, agent)
@@ -338,27 +362,16 @@ def _build_and_run(config: DictConfig, tree: Mapping[str, Any], command: Command
 
 
 def _train(trainer: Any, factory: Any, replay_buffer: Any, agent: Any) -> int:
-    run_dir, settings = trainer.settings.run_dir, trainer.settings
-    where = f"{settings.workers} workers" if settings.workers else "this process"
-    logger.info(
-        "Training %s on %s in %s for %s env steps.\nResults go to %s; to watch: "
-        "tensorboard --logdir %s",
-        type(agent).__name__, factory.name, where, f"{settings.total_steps:,}", run_dir, run_dir,
-    )  # fmt: skip
+    run_dir, command = trainer.settings.run_dir, "python -m actorlearner.run"
     try:
-        metrics = trainer.fit(factory, replay_buffer, agent)
-    except KeyboardInterrupt:
-        return 130 if trainer.is_saved else 1
-    except SystemExit as exit_:
-        return int(exit_.code or 0) if trainer.is_saved else 1
-    logger.info(
-        "Finished at %s env steps: evaluation return %.1f ± %.1f over %d episodes.\n"
-        "Results are in %s; to evaluate again: "
-        "python -m actorlearner.run --eval-only %s",
-        f"{trainer.env_steps:,}", metrics["evaluation/return_mean"],
-        metrics["evaluation/return_std"], metrics["evaluation/episodes"], run_dir,
-        shlex.quote(f"ckpt={run_dir}"),
-    )  # fmt: skip
+        trainer.fit(factory, replay_buffer, agent)
+    except (KeyboardInterrupt, SystemExit) as error:
+        if not trainer.is_saved:
+            return 1
+        logger.info("Saved. To go on: %s %s", command, shlex.quote(f"resume={run_dir}"))
+        return int(error.code or 0) if isinstance(error, SystemExit) else 130
+    again = shlex.quote(f"ckpt={run_dir}")
+    logger.info("To evaluate again: %s --eval-only %s", command, again)
     return 3 if trainer.save_failed or trainer.log_failed else 0
 
 

@@ -7,14 +7,16 @@ import logging
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
-from actorlearner.contracts import BadInput, EvaluationResult, MetricSink, Unroll
-from actorlearner.evaluate import summarise
+from actorlearner.contracts import BadInput, EvaluationResult, MetricSink, Tracker, Unroll
+from actorlearner.evaluate import summarise, write_films
 from actorlearner.metrics import (
     ConsoleMode,
     ConsoleSink,
@@ -27,7 +29,14 @@ from actorlearner.metrics import (
 
 logger = logging.getLogger(__name__)
 
-_ON_CONSOLE = ("*/loss", "train/return_mean", "evaluation/return_mean", "speed/updates_per_s")
+_ON_CONSOLE = {
+    "train/return_mean": "return",
+    "evaluation/return_mean": "eval",
+    "*/loss": "loss",
+    "speed/env_steps_per_s": "steps/s",
+    "speed/updates_per_s": "updates/s",
+}
+"""What people see of the metrics, and what it is called there; the most important first."""
 
 
 class RunLog:
@@ -37,6 +46,7 @@ class RunLog:
         split: where the learner's wall time goes.
         episodes: the last 100 training episodes, raw returns.
         lives: the last 100 lives, of environments that tell of lives.
+        infos: numbers that the last 100 training episodes with such a number ended with, by name.
         means: metrics of the training steps.
         writer: TensorBoard's, or None.
         last_training: env steps of the last line of training metrics.
@@ -57,6 +67,7 @@ class RunLog:
         self.split = TimeSplit()
         self.episodes = EpisodeWindow()
         self.lives = EpisodeWindow()
+        self.infos: dict[str, deque[float]] = {}
         self.means = MetricWindow()
         self.writer: Any = None
         self.last_training = self.last_evaluation = -1
@@ -66,7 +77,8 @@ class RunLog:
         self._guests = list(sinks)
         self._own: list[MetricSink] = []
         self._console: ConsoleSink | None = None
-        self._file: logging.FileHandler | None = None
+        self._tracker: Tracker | None = None
+        self._tracked = {"by": "", "id": ""}
         self._wall_before = 0.0  # seconds, of the runs that this one goes on from
         self._opened_at = self._lines_since = time.perf_counter()
         self._counts = (0, 0)
@@ -101,9 +113,6 @@ class RunLog:
                 raise BadInput(f"run_dir={self._run_dir}: {error.strerror}") from error
             for name, text in texts.items():
                 (self._run_dir / name).write_text(text)
-            self._file = logging.FileHandler(self._run_dir / "run.log")
-            self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-            logging.getLogger("actorlearner").addHandler(self._file)
             self._own.append(
                 JsonLinesSink(self._run_dir / "metrics.jsonl", env_steps if resumes else None)
             )
@@ -116,6 +125,27 @@ class RunLog:
         self._own.append(self._console)
         self._lines_since = time.perf_counter()
 
+    def track(self, tracker: Tracker, config: Mapping[str, Any]) -> None:
+        """Send metrics to ``tracker``, too, to the run there that a checkpoint told of if any."""
+        by = type(tracker).__qualname__
+        run_id = self._tracked["id"] if self._tracked["by"] == by else None
+        self._tracker = tracker
+        started = self._try_tracker(tracker.start, config, self._run_dir, run_id)
+        if self._tracker is not None:
+            self._tracked = {"by": by, "id": started}
+
+    def _try_tracker(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Do ``work``; the tracker's failure ends no run, but it is told, and it is left alone."""
+        try:
+            return work(*arguments)
+        except Exception as error:
+            # Once is enough: trackers retry by themselves, for minutes, in which nobody learns.
+            logger.error(
+                "%s failed and gets no more metrics, training goes on: %s: %s",
+                type(self._tracker).__name__, type(error).__name__, error,
+            )  # fmt: skip
+            self._tracker, self.failed = None, True
+
     def note(self, unroll: Unroll, updates: int) -> None:
         """Take in what ``unroll`` tells; ``updates`` are those made when it arrived."""
         rows, lag = unroll.env_steps, updates - unroll.version
@@ -126,6 +156,8 @@ class RunLog:
             self._worker_seconds[name] = self._worker_seconds.get(name, 0.0) + seconds
         for episode in unroll.episodes:
             self.episodes.add(episode.ret, episode.length)
+            for name, number in episode.info:
+                self.infos.setdefault(name, deque(maxlen=100)).append(number)
         for life in unroll.lives:
             self.lives.add(life.ret, life.length)
         if self._first_step_at is None or unroll.sequence == 0:
@@ -151,6 +183,7 @@ class RunLog:
         now = time.perf_counter()
         seconds = now - self._lines_since
         metrics = {
+            **{f"train/{name}": float(np.mean(last)) for name, last in self.infos.items()},
             "speed/env_steps_per_s": (env_steps - self._counts[0]) / seconds,
             "speed/updates_per_s": (updates - self._counts[1]) / seconds,
             **self.means.flush(),
@@ -178,17 +211,27 @@ class RunLog:
         self._write(env_steps, updates, metrics)
 
     def write_evaluation(self, result: EvaluationResult) -> dict[str, float]:
-        """A line for ``result`` at its snapshot's env steps, unless there is one."""
+        """A line and the films of ``result`` at its snapshot's env steps, unless there is one."""
         metrics = summarise(result)
         if result.env_steps > self.last_evaluation:
             self.last_evaluation = result.env_steps
             self._write(result.env_steps, result.version, metrics)
+            self._write_films(result)
         return metrics
+
+    def _write_films(self, result: EvaluationResult) -> None:
+        if self._run_dir is not None:
+            self._try(write_films, result, self._run_dir)
+        for board in (sink for sink in self._own if isinstance(sink, TensorBoardSink)):
+            for episode, film in enumerate(result.films):
+                self._try(board.write_film, result.env_steps, f"evaluation/episode_{episode}", film)
 
     def _write(self, env_steps: int, updates: int, metrics: Mapping[str, float]) -> None:
         line = {"updates": updates, "wall_s": self.wall_s, **metrics}
         for sink in [*self._guests, *self._own]:
             self._try(sink.write, env_steps, line if isinstance(sink, JsonLinesSink) else metrics)
+        if self._tracker is not None:
+            self._try_tracker(self._tracker.write, env_steps, metrics)
 
     def _try(self, work: Callable[..., None], *arguments: Any) -> None:
         """Do ``work``; a full disk ends no run, but it is told once."""
@@ -209,28 +252,32 @@ class RunLog:
         for sink in self._own:
             self._try(sink.close)
         self._own, self._console = [], None
-        if self._file is not None:
-            logging.getLogger("actorlearner").removeHandler(self._file)
-            self._file.close()
-            self._file = None
+        if self._tracker is not None:
+            self._try_tracker(self._tracker.close)
+            self._tracker = None
 
     def state_dict(self) -> dict[str, Any]:
         """The episodes, and where the lines stand."""
         return {
             "episodes": self.episodes.state_dict(),
             "lives": self.lives.state_dict(),
+            "infos": {name: np.array(last) for name, last in self.infos.items()},
             "last_training": self.last_training,
             "last_evaluation": self.last_evaluation,
             "wall_s": self.wall_s,
+            "tracked": dict(self._tracked),
         }
 
     def load_state_dict(self, state: Any) -> None:
         """Go back to ``state``."""
         self.episodes.load_state_dict(state["episodes"])
         self.lives.load_state_dict(state["lives"])
+        saved = state.get("infos", {})  # there were none before version 0.4
+        self.infos = {name: deque(last.tolist(), 100) for name, last in saved.items()}
         self.last_training = state["last_training"]
         self.last_evaluation = state["last_evaluation"]
         self._wall_before = state["wall_s"]
+        self._tracked = state.get("tracked", self._tracked)  # older checkpoints have none
 
 
 @functools.cache

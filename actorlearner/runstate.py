@@ -7,11 +7,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from actorlearner import checkpoint
+from actorlearner.config import Settings
 from actorlearner.contracts import Agent, CheckpointError, EnvSpec, Store
 from actorlearner.progress import Progress
 from actorlearner.runlog import RunLog
@@ -61,6 +62,7 @@ class RunState:
             states["replay"] = self.replay_buffer.state_dict()
         info = {
             "agent": _target_of(self.agent),
+            "agent_settings": settings_of(self.agent),
             "env": asdict(self.env_spec),
             "updates": self.progress.updates,
             "episodes": self.log.episodes.count,
@@ -134,6 +136,19 @@ def read_weights(
     except RuntimeError as error:  # torch names the parameters that do not fit
         raise CheckpointError(f"{where}: other agent settings: {error}") from error
     return checkpoint.load(where, [name for name in names if name in manifest.states])
+
+
+def settings_of(agent: Agent) -> dict[str, Any] | None:
+    """What makes another such agent; None if it does not tell, or not in JSON."""
+    settings = getattr(agent, "settings", None)
+    if not isinstance(settings, Settings):
+        return None
+    told: dict[str, Any] = asdict(cast(Any, settings))
+    try:
+        json.dumps(told, allow_nan=False)
+    except (TypeError, ValueError):
+        return None
+    return told
 
 
 def _target_of(agent: Agent) -> str:

@@ -6,6 +6,7 @@ It knows contracts only: which algorithm, store or launcher it drives is the cal
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,11 +19,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from actorlearner import checkpoint
 from actorlearner.assembly import (
+    default_agent,
+    default_store,
     learner_threads,
+    make_callbacks,
     make_launcher,
+    make_tracker,
     resolve_device,
     worker_specs,
 )
+from actorlearner.callbacks import Callback
 from actorlearner.config import Settings, setting, unknown_key
 from actorlearner.contracts import (
     Agent,
@@ -37,16 +43,18 @@ from actorlearner.contracts import (
     SettingError,
     Store,
     StreamLayout,
+    Tracker,
 )
 from actorlearner.control import FILE_NAME, Control
 from actorlearner.envs import EnvLike, GymEnvFactory
-from actorlearner.evaluate import EvaluationSettings, summarise
+from actorlearner.evaluate import EvaluationSettings, summarise, write_films
 from actorlearner.interrupts import Interrupts
+from actorlearner.messages import Messages
 from actorlearner.metrics import ConsoleMode
 from actorlearner.progress import Progress
 from actorlearner.randomness import seed_everything
 from actorlearner.runlog import RunLog
-from actorlearner.runstate import RunState, read_weights
+from actorlearner.runstate import RunState, read_weights, settings_of
 from actorlearner.schedules import SamplesPerInsert
 from actorlearner.streams import StreamLedger
 
@@ -87,6 +95,7 @@ class TrainerSettings(Settings):
         "trust",
         "evaluation",
         "launch",
+        "tracking",
     )
     """Those that stand at the root of the config tree."""
 
@@ -114,6 +123,8 @@ class TrainerSettings(Settings):
     """See `EvaluationSettings`."""
     launch: dict[str, Any] = setting({})
     """Settings of the launcher that ``workers`` > 0 starts, and its ``target``."""
+    tracking: dict[str, Any] | None = None
+    """Settings of an experiment tracker, and its ``target``; None for none."""
 
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Of the model's parameters."""
@@ -131,6 +142,8 @@ class TrainerSettings(Settings):
     """Checkpoints that stay."""
     console: ConsoleMode = "auto"
     """Progress on standard error: auto, bar, plain or off."""
+    callbacks: tuple[dict[str, Any], ...] = ()
+    """Settings of each `Callback`, and its ``target``."""
 
     @classmethod
     def key(cls, name: str) -> str:
@@ -143,16 +156,20 @@ class TrainerSettings(Settings):
         return max(1, self.workers) * self.envs_per_worker
 
     def check(self) -> None:
-        """The device must exist, and lockstep be kept."""
+        """The device must exist, lockstep be kept, and films have a place."""
         resolve_device(self.device, self.lockstep)
         if self.lockstep and self.dtype != "float32":
             raise SettingError(f"{self.key('dtype')}={self.dtype}: lockstep needs float32")
+        if self.evaluation.video and self.run_dir is None:
+            raise SettingError("run_dir=None: evaluation.video=true needs a directory for films")
 
 
 class Trainer:
     """Trains any agent on any environment.
 
     Example::
+
+        Trainer(total_steps=20_000).fit("CartPole-v1")
 
         trainer = Trainer(total_steps=20_000, workers=2, run_dir="runs/mine")
         metrics = trainer.fit(MyEnv, ReplayBuffer(capacity=50_000), DQN())
@@ -163,6 +180,7 @@ class Trainer:
         device: of the learner.
         dtype: of the model's parameters.
         checkpoint: what to go on from.
+        model: what `fit` trains, or trained last; None before.
         save_failed: whether the newest checkpoint could not be written.
     """
 
@@ -173,6 +191,7 @@ class Trainer:
         launcher: Launcher | str | None = None,
         tensorboard: Any = None,
         sinks: Sequence[MetricSink] = (),
+        callbacks: Sequence[Callback | Mapping[str, Any]] = (),
         checkpoint: str | Path | None = None,
         **settings: Any,
     ) -> None:
@@ -184,6 +203,7 @@ class Trainer:
                 ``workers=0``.
             tensorboard: a ``SummaryWriter`` or a directory; None writes into the run directory.
             sinks: further receivers of metrics.
+            callbacks: instances; or settings with a ``target``, which come first.
             checkpoint: run, checkpoint directory or file to go on from.
             settings: see `TrainerSettings`; ``device`` and ``dtype`` also as torch objects.
 
@@ -193,12 +213,21 @@ class Trainer:
         for name in ("device", "dtype"):
             if isinstance(settings.get(name), torch.device | torch.dtype):
                 settings[name] = str(settings[name]).removeprefix("torch.")
-        self.settings = TrainerSettings.make(settings)
+        named: Any = callbacks
+        if isinstance(callbacks, list | tuple):
+            named = [node for node in callbacks if not isinstance(node, Callback)]
+        self.settings = TrainerSettings.make({**settings, "callbacks": named})
         self.config = config
         self.device = resolve_device(self.settings.device, self.settings.lockstep)
         self.dtype: torch.dtype = getattr(torch, self.settings.dtype)
         self.save_failed = False
         self.checkpoint = checkpoint
+        self.model: Agent | None = None
+        self._callbacks = [
+            *make_callbacks(self.settings),
+            *(callback for callback in callbacks if isinstance(callback, Callback)),
+        ]
+        self._stops = False
         self._launcher: Launcher | str | None = launcher
         self._tensorboard = tensorboard
         self._sinks = list(sinks)
@@ -240,7 +269,7 @@ class Trainer:
 
         Args:
             config: composed; other groups are only stored.
-            arguments: of the constructor.
+            arguments: of the constructor; callbacks come after those of the config.
 
         Raises:
             SettingError: as the constructor.
@@ -252,16 +281,21 @@ class Trainer:
             if key not in known:
                 raise SettingError(unknown_key(key, known))
         at_root = {name: tree[name] for name in TrainerSettings.root if name in tree}
-        return cls(config, **arguments, **{**at_root, **tree.get("trainer", {})})
+        settings = {**at_root, **tree.get("trainer", {})}
+        if "callbacks" in arguments:
+            settings["callbacks"] = [*settings.get("callbacks", ()), *arguments.pop("callbacks")]
+        return cls(config, **arguments, **settings)
 
-    def fit(self, env: EnvLike, replay_buffer: Store, model: Agent) -> dict[str, float]:
-        """Train ``model`` until ``total_steps``, evaluate it, save it.
+    def fit(
+        self, env: EnvLike, replay_buffer: Store | None = None, model: Agent | None = None
+    ) -> dict[str, float]:
+        """Train ``model`` until ``total_steps``, or until `stop`; evaluate it, save it.
 
         Args:
             env: a Gymnasium id or spec, an environment class, a callable that makes one, or a
                 factory.
-            replay_buffer: where the experience goes.
-            model: what learns.
+            replay_buffer: where the experience goes; None for a `ReplayBuffer` as it comes.
+            model: what learns; None for a `DQN` as it comes.
 
         Returns:
             The metrics of the final evaluation.
@@ -273,9 +307,10 @@ class Trainer:
             KeyboardInterrupt: SIGINT came; everything is saved and closed.
             SystemExit: SIGTERM came; likewise.
         """
-        total = self.settings.total_steps
+        replay_buffer = default_store() if replay_buffer is None else replay_buffer
+        model = default_agent() if model is None else model
         with self._running(env, replay_buffer, model) as launcher:
-            while self.env_steps < total and self._interrupts.signal is None:
+            while not self._is_over and self._interrupts.signal is None:
                 self._gather(launcher, replay_buffer, model)
                 self._learn(launcher, replay_buffer, model)
                 self._do_what_is_due(launcher, replay_buffer, model)
@@ -283,7 +318,16 @@ class Trainer:
             self._write_training(replay_buffer)
             metrics = self.evaluate(model)
             self._save(model)
+            self._tell_end(metrics)
         return metrics
+
+    def stop(self) -> None:
+        """Let `fit` end as it would at ``total_steps``: for callbacks."""
+        self._stops = True
+
+    @property
+    def _is_over(self) -> bool:
+        return self._stops or self.env_steps >= self.settings.total_steps
 
     def _gather(self, launcher: Launcher, replay_buffer: Store, model: Agent) -> None:
         """Take in the unrolls that are there; wait for one if there is nothing to learn."""
@@ -311,7 +355,8 @@ class Trainer:
             if self.settings.lockstep:
                 continue
             self._publish(launcher, model)
-            if self._interrupts.signal is not None or time.perf_counter() > deadline:
+            is_asked_to_end = self._stops or self._interrupts.signal is not None
+            if is_asked_to_end or time.perf_counter() > deadline:
                 break
 
     def _update(self, replay_buffer: Store, model: Agent) -> None:
@@ -320,13 +365,17 @@ class Trainer:
         with self._log.split("sample"):
             batch = replay_buffer.sample()
         self._progress.limiter.sample()
+        told: dict[str, torch.Tensor | float] = {}
         with self._log.split("update"):
             carry: Any = batch.to(self.device)
             steps = model.training_steps()
             for name, training_step in steps.items():
                 output = training_step(carry)
                 norm = self._optimise(name, output.loss)
-                self._log.means.add(name, {**output.metrics, "gradient_norm": norm})
+                metrics = {**output.metrics, "gradient_norm": norm}
+                self._log.means.add(name, metrics)
+                if self._callbacks:
+                    told |= {f"{name}/{metric}": value for metric, value in metrics.items()}
                 if output.feedback:
                     feedback = {k: v.detach().cpu().numpy() for k, v in output.feedback.items()}
                     replay_buffer.feed_back(batch.keys, feedback)
@@ -335,6 +384,8 @@ class Trainer:
             for name in steps:
                 model.after_step(name, self.updates)
         self._in_update = False
+        for callback in self._callbacks:
+            callback.after_update(self, told)
 
     def _optimise(self, name: str, loss: torch.Tensor) -> torch.Tensor:
         """Minimise ``loss`` by one step; returns the norm of the gradient before clipping."""
@@ -365,7 +416,7 @@ class Trainer:
 
     def _do_what_is_due(self, launcher: Launcher, replay_buffer: Store, model: Agent) -> None:
         self._log.progress(self.env_steps)
-        is_last = self.env_steps >= self.settings.total_steps  # whose work `fit` does anyway
+        is_last = self._is_over  # whose work `fit` does anyway
         if self._progress.log_clock.due(self.env_steps) and not is_last:
             self._take_live_changes(model)
             self._write_training(replay_buffer)
@@ -410,7 +461,10 @@ class Trainer:
 
     def _take_evaluation(self, result: EvaluationResult) -> dict[str, float]:
         self._progress.before_evaluation = None
-        return self._log.write_evaluation(result)
+        metrics = self._log.write_evaluation(result)
+        for callback in self._callbacks:
+            callback.after_evaluation(self, metrics)
+        return metrics
 
     # -------------------------------------------------------------------- asked for by name
 
@@ -437,12 +491,12 @@ class Trainer:
     def _await_evaluation(self, launcher: Launcher) -> EvaluationResult:
         while (result := launcher.poll_evaluation(_WAIT_S)) is None:
             # One in the middle of a lockstep run is finished: a resume would not make it up.
-            if self.env_steps >= self.settings.total_steps:
+            if self._is_over:
                 self._interrupts.raise_if_any()
         return result
 
     def evaluation(self, env: EnvLike, model: Agent) -> dict[str, float]:
-        """Evaluate the model of ``checkpoint``: no training, no optimiser, nothing written.
+        """Evaluate the model of ``checkpoint``: no training, no optimiser; only films are written.
 
         Args:
             env: as for `fit`.
@@ -460,7 +514,7 @@ class Trainer:
         alone = replace(self.settings, workers=0, envs_per_worker=1)
         self._log = RunLog(None)
         with learner_threads(alone), make_launcher(alone, None) as launcher:
-            self._env_spec = launcher.probe(factory)
+            self._env_spec = launcher.probe(factory, alone.evaluation.render_mode)
             model.build(self._env_spec)
             self.set_attributes_to_model(model)
             model.to(self.device, self.dtype)
@@ -473,6 +527,10 @@ class Trainer:
             policy = model.policy_factory()
             launcher.start(worker_specs(alone, ledger, factory, self._env_spec, policy), snapshot)
             result = launcher.evaluate(snapshot, self.settings.evaluation.request(env_steps))
+        if self.settings.run_dir is not None:
+            write_films(result, self.settings.run_dir)
+        if result.films:
+            logger.info("Films are in %s/videos", self.settings.run_dir)
         return summarise(result)
 
     def set_attributes_to_model(self, model: Agent) -> None:
@@ -500,6 +558,11 @@ class Trainer:
             BadInput: there is no run directory.
             LauncherClosed: `fit` has not run.
         """
+        directory = self._write_checkpoint(model)
+        self._tell_save(directory)
+        return directory
+
+    def _write_checkpoint(self, model: Agent) -> Path:
         if self.settings.run_dir is None:
             raise BadInput("run_dir=None: a checkpoint needs a run directory")
         if self._replay_buffer is None:
@@ -511,6 +574,10 @@ class Trainer:
             keep_last=self.settings.keep_last,
             lockstep=self.settings.lockstep,
         )
+
+    def _tell_save(self, directory: Path) -> None:
+        for callback in self._callbacks:
+            callback.at_save(self, directory)
 
     def load_checkpoint(self, model: Agent) -> None:
         """Bring everything to where ``checkpoint`` left it; does nothing if there is none.
@@ -538,19 +605,26 @@ class Trainer:
         """Everything around the loop: build, load, start, and however it ends, save and close."""
         s = self.settings
         factory = GymEnvFactory.of(env)
+        self.model, self._stops = model, False
         with ExitStack() as stack:
+            messages = stack.enter_context(Messages(console=s.console != "off"))
             self._interrupts = stack.enter_context(Interrupts())
             stack.enter_context(learner_threads(s))
             launcher = stack.enter_context(make_launcher(s, self._launcher))
             if s.run_dir is not None:
                 checkpoint.refuse_used(s.run_dir, goes_on_from=self.checkpoint)
-            self._build(launcher.probe(factory), replay_buffer, model)
+            tracker = make_tracker(s)
+            env_spec = launcher.probe(factory, s.evaluation.render_mode)
+            self._build(env_spec, replay_buffer, model)
             self.set_attributes_to_model(model)
             model.to(self.device, self.dtype)
             self._optimizers = model.configure_optimizers()
             self.load_checkpoint(model)
             stack.callback(self._log.close)
             self._log.open(s.total_steps, s.console, self._config_texts(), self._resume_point())
+            if s.run_dir is not None:
+                messages.to_file(s.run_dir / "run.log")
+            self._track(model, tracker)
             self.set_attributes_to_model(model)  # now with a writer, and where a resume stands
             self._control = Control(s.run_dir)
             self._take_live_changes(model)
@@ -567,7 +641,10 @@ class Trainer:
             except (Exception, KeyboardInterrupt, SystemExit):
                 # Inside an update the weights may be half changed: the last checkpoint stands.
                 if not (self._in_update or self._interrupts.insists or self.is_saved):
-                    logger.warning("saving and closing")
+                    is_signal = self._interrupts.signal is not None
+                    logger.warning(
+                        "%s: saving and closing", "interrupted" if is_signal else "failed"
+                    )
                     self._save(model)
                 raise
             finally:
@@ -579,6 +656,7 @@ class Trainer:
         seed_everything(s.seed)
         self._env_spec = env_spec
         model.build(env_spec)
+        self._tell_start(env_spec.name, model)
         sample_spec = model.sample_spec
         layout = StreamLayout(s.num_streams, s.unroll_length)
         warmup = replay_buffer.warmup_env_steps
@@ -613,6 +691,14 @@ class Trainer:
             more[f"{name}/learning_rate"] = float(optimizer.param_groups[0]["lr"])
         self._log.write_training(self.env_steps, self.updates, more)
 
+    def _track(self, model: Agent, tracker: Tracker | None) -> None:
+        """Start ``tracker`` with the configuration, and with what the agent is set to."""
+        if tracker is None:
+            return
+        config: dict[str, Any] = OmegaConf.to_container(self._whole_config(), resolve=True)  # type: ignore[assignment]
+        config.setdefault("agent", settings_of(model))
+        self._log.track(tracker, config)
+
     def _tell_progress(self, model: Agent) -> None:
         for name, value in (
             ("current_step", self.env_steps),
@@ -620,18 +706,44 @@ class Trainer:
         ):
             setattr(model, name, value)
 
+    def _tell_start(self, env: str, model: Agent) -> None:
+        s = self.settings
+        where = f"{s.workers} worker processes, learner" if s.workers else "all in this process,"
+        logger.info(
+            "Training %s on %s for %s env steps: %s on %s.",
+            type(model).__name__, env, f"{s.total_steps:,}", where, self.device,
+        )  # fmt: skip
+        if s.run_dir is None:
+            logger.info("Nothing is written; run_dir=... keeps checkpoints and metrics.")
+            return
+        place = shlex.quote(str(s.run_dir))
+        logger.info("Results go to %s; to watch: tensorboard --logdir %s", s.run_dir, place)
+        logger.info("Ctrl-C saves and stops.")
+
+    def _tell_end(self, metrics: Mapping[str, float]) -> None:
+        logger.info(
+            "Finished after %s env steps, %.0f s: evaluation return %.1f ± %.1f over %d episodes.",
+            f"{self.env_steps:,}", self._log.wall_s, metrics["evaluation/return_mean"],
+            metrics["evaluation/return_std"], metrics["evaluation/episodes"],
+        )  # fmt: skip
+        if self.settings.run_dir is not None:
+            logger.info("Results are in %s.", self.settings.run_dir)
+
     def _config_texts(self) -> dict[str, str]:
         """The configuration as files: with references resolved, and as it was written."""
-        config = self.config
-        if config is None:
-            values = {
-                k: str(v) if isinstance(v, Path) else v for k, v in asdict(self.settings).items()
-            }
-            config = OmegaConf.create(values)
+        config = self._whole_config()
         return {
             "config.yaml": OmegaConf.to_yaml(config, resolve=True),
             "config_unresolved.yaml": OmegaConf.to_yaml(config),
         }
+
+    def _whole_config(self) -> DictConfig:
+        if self.config is not None:
+            return self.config
+        values = asdict(self.settings)
+        return OmegaConf.create(
+            {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
+        )
 
     def _save(self, model: Agent) -> None:
         """Save if there is a run directory; a full disk ends no run, but it is told."""
@@ -639,13 +751,14 @@ class Trainer:
             return
         try:
             with self._log.split("checkpoint"):
-                path = self.save_checkpoint(model)
+                path = self._write_checkpoint(model)
         except OSError as error:
             self.save_failed = True
             logger.error("no checkpoint was written, training goes on: %s", error)
         else:
             self.save_failed, self._saved_at = False, (self.env_steps, self.updates)
             logger.debug("saved %s", path)
+            self._tell_save(path)
 
     def _resume_point(self) -> tuple[int, int] | None:
         return None if self.checkpoint is None else (self.env_steps, self.updates)

@@ -234,47 +234,6 @@ def test_synthetic_unrolls_keep_to_the_record(monkeypatch: pytest.MonkeyPatch) -
 # ----------------------------------------------------------------------------------- learning
 
 
-def slow_iqm(values: Sequence[float]) -> float:
-    """The mean of what is left when ``len // 4`` values are taken off at each end."""
-    left = list(values)
-    for _ in range(len(values) // 4):
-        left.remove(min(left))
-        left.remove(max(left))
-    return sum(left) / len(left)
-
-
-def slow_quantile(values: Sequence[float], share: float) -> float:
-    """Linear between the two nearest order statistics."""
-    ordered = sorted(values)
-    place = share * (len(values) - 1)
-    low = int(place)
-    high = min(low + 1, len(values) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
-@pytest.mark.parametrize("count", range(1, 14))
-def test_iqm_agrees_with_its_slow_twin(learning: ModuleType, count: int) -> None:
-    values = np.random.default_rng(count).normal(size=count).round(1)
-    assert learning.iqm(values) == pytest.approx(slow_iqm(values.tolist()), abs=1e-12)
-
-
-def test_iqm_of_one_outlier_in_four_is_without_it(learning: ModuleType) -> None:
-    assert learning.iqm([1, 2, 3, 1000]) == 2.5
-    assert learning.iqm([[1, 2, 3, 1000], [4, 4, 4, 4]]).tolist() == [2.5, 4]
-
-
-@pytest.mark.parametrize("count", [1, 3, 8])
-def test_the_interval_agrees_with_its_slow_twin(learning: ModuleType, count: int) -> None:
-    values = np.random.default_rng(count).normal(size=count).tolist()
-    low, high = learning.bootstrap_interval(values, resamples=200, seed=3)
-    drawn = np.random.default_rng(3).integers(count, size=(200, count))
-    means = [slow_iqm([values[i] for i in row]) for row in drawn.tolist()]
-    assert low == pytest.approx(slow_quantile(means, 0.025), abs=1e-12)
-    assert high == pytest.approx(slow_quantile(means, 0.975), abs=1e-12)
-    assert low <= learning.iqm(values) <= high
-    assert learning.bootstrap_interval(values, resamples=200, seed=3) == (low, high)
-
-
 def fake_run(path: Path, returns: Sequence[float], total_steps: int = 300) -> Path:
     """A run directory with an evaluation every 100 env steps."""
     path.mkdir(parents=True)
@@ -336,7 +295,8 @@ def test_learning_does_without_matplotlib(
 ) -> None:
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert not learning.plot({}, tmp_path / "curves.png")
+    groups = {"lone": [learning.Run.read(fake_run(tmp_path / "a", [1.0]))]}
+    assert not learning.plot(groups, tmp_path / "curves.png")
     assert 'pip install "actorlearner[plot]"' in capsys.readouterr().out
 
 

@@ -19,6 +19,7 @@ from actorlearner.launch.local import LaunchSettings
 from actorlearner.replay import ReplaySettings
 from actorlearner.run import CommandSettings, main
 from actorlearner.suites import AtariSettings, MinAtarSettings
+from actorlearner.tracking import MlflowSettings, WandbSettings
 from actorlearner.trainer import TrainerSettings
 from tests.command import metrics
 
@@ -26,6 +27,7 @@ CONFIGS = config_dir()
 
 SETTINGS: dict[str, type[Settings]] = {
     "agent/dqn": DQNSettings,
+    "agent/rainbow": DQNSettings,
     "env/atari": AtariSettings,
     "env/gym": EnvSettings,
     "env/minatar": MinAtarSettings,
@@ -33,11 +35,23 @@ SETTINGS: dict[str, type[Settings]] = {
     "launch/local": LaunchSettings,
     "replay/prioritized": ReplaySettings,
     "replay/uniform": ReplaySettings,
+    "tracking/mlflow": MlflowSettings,
+    "tracking/wandb": WandbSettings,
     "trainer/default": TrainerSettings,
 }
 """The settings that each file of a group fills."""
 
 UNLIKE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "agent/rainbow": {
+        "learning_rate": 6.25e-5,
+        "adam_epsilon": 1.5e-4,
+        "batch_size": 32,
+        "n_step": 3,
+        "head": "c51",
+        "noisy": True,
+        "target_every_updates": 2_000,
+        "epsilon": ((0.0, 0.0),),
+    },
     "replay/uniform": {"prioritized": False},
     "trainer/default": {"evaluate_every_env_steps": 10_000, "checkpoint_every_env_steps": 10_000},
 }
@@ -72,7 +86,7 @@ def test_every_file_is_tested() -> None:
 def test_a_file_has_exactly_the_fields_of_its_settings(name: str) -> None:
     tree = read(name)
     assert tree.keys() - {"target"} == field_names(SETTINGS[name])
-    groups_with_target = {"agent", "env", "launch", "replay"}
+    groups_with_target = {"agent", "env", "launch", "replay", "tracking"}
     assert ("target" in tree) == (name.partition("/")[0] in groups_with_target)
 
 
@@ -103,7 +117,7 @@ def test_the_root_has_exactly_its_fields() -> None:
 def test_the_root_has_the_values_of_its_settings() -> None:
     tree = read("config")
     both: Mapping[type[Settings], set[str]] = {
-        TrainerSettings: set(TrainerSettings.root) - {"evaluation", "launch"},
+        TrainerSettings: set(TrainerSettings.root) - {"evaluation", "launch", "tracking"},
         CommandSettings: field_names(CommandSettings) - {"experiment"},
     }
     for settings, names in both.items():

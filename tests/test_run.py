@@ -125,13 +125,16 @@ def test_it_trains_to_the_end_and_says_where_the_results_are(
     assert command.code == 0, command.err
     (run_dir,) = (directory / "runs" / "cartpole_dqn").iterdir()
     relative = run_dir.relative_to(directory)
-    *_, last_but_one, last = command.err.splitlines()
-    assert re.fullmatch(
-        r"Finished at \d+ env steps: evaluation return [\d.]+ ± [\d.]+ over 2 episodes\.",
-        last_but_one,
-    )
+    lines = command.err.splitlines()
+    what = "Training DQN on CartPole-v1 for 400 env steps"
+    assert lines[0] == f"{what}: 2 worker processes, learner on cpu."
+    assert lines[1] == f"Results go to {relative}; to watch: tensorboard --logdir {relative}"
+    assert lines[2] == "Ctrl-C saves and stops."
+    of_what = r"evaluation return [\d.]+ ± [\d.]+ over 2 episodes\."
+    assert re.fullmatch(rf"Finished after \d+ env steps, \d+ s: {of_what}", lines[-3])
+    assert lines[-2] == f"Results are in {relative}."
     evaluate = f"python -m actorlearner.run --eval-only ckpt={relative}"
-    assert last == f"Results are in {relative}; to evaluate again: {evaluate}"
+    assert lines[-1] == f"To evaluate again: {evaluate}"
     assert "\r" not in command.err, "no terminal, no bar"
     assert command.out == ""
     assert {path.name for path in run_dir.iterdir() if "tfevents" not in path.name} == {
@@ -482,6 +485,16 @@ def test_multirun_runs_every_job(tmp_path: Path) -> None:
     assert sorted(re.findall(r"^seed: (\d)", "\n".join(texts), re.MULTILINE)) == ["0", "1"]
 
 
+def test_runs_of_a_multirun_have_the_directory_that_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = "run_dir=my runs/seed_${seed}"
+    settings = [*QUICK, "total_steps=64", "hydra.job.chdir=true"]
+    assert main(["-m", *settings, "seed=0,1", where]) == 0
+    assert sorted(path.name for path in (tmp_path / "my runs").iterdir()) == ["seed_0", "seed_1"]
+    assert re.search(r"^Run 1: .*seed=1 ", told(caplog), re.MULTILINE)
+
+
 def test_a_job_that_fails_shows_in_the_exit_code_while_others_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -554,6 +567,10 @@ BAD_SETTINGS = {
     "experiment=foo": "experiment=foo: there is no such choice; there are: breakout_dqn, ",
     "experiment=null": "experiment=None: the name of a choice is needed",
     "trainer=5": "trainer=5: the name of a choice is needed",
+    "tracking.project=x": "tracking.project: has no meaning without a choice of tracking, which",
+    "tracking=foo": "tracking=foo: there is no such choice; there are: mlflow, wandb",
+    "trainer.callbacks=[{target: os:environ}]": "os is not trusted; add trust=[os]",
+    "trainer.callbacks=x": "trainer.callbacks='x': a list is needed",
     "--foo": "--foo: there is no such option",
     "--workers=3": "--workers=3: there is no such option; settings read key=value",
     "--config-dir=nowhere": "--config-dir nowhere: there is no such directory",
@@ -600,8 +617,11 @@ BAD_SETTINGS = {
     "env.id=Foo-v0": "env.id=Foo-v0: Environment `Foo` doesn't exist.; module:Id imports",
     "env.id=nowhere:Foo-v0": "env.id=nowhere: can't be imported: No module named 'nowhere'",
     "imports=[nowhere]": "imports=nowhere: can't be imported: No module named 'nowhere'",
-    "env.id=Pendulum-v1": "DQN needs a Discrete action space; Pendulum-v1 has Box(-2.0, 2.0",
+    "env.id=Pendulum-v1": "DQN needs a Discrete, MultiDiscrete or MultiBinary action space; Pe",
     "env.id=tests.faulty:Texts-v0": "tests.faulty:Texts-v0: words is Text(1, 10",
+    "env.wrappers=[3]": "env.wrappers=3: a text is needed, or a mapping is needed",
+    "env.wrappers=[os:system]": "env.wrappers[0]: target='os:system': os is not trusted",
+    "env.wrappers=[gymnasium.wrappers:TimeLimit]": "missing a required argument: 'max_epis",
     # Targets.
     "agent.target=os:system": "os is not trusted; add trust=[os] if you trust it",
     "replay.target=random:Random": "random is not trusted",
@@ -798,6 +818,27 @@ def test_who_runs_a_checkpoint_says_whom_to_trust(run: Path) -> None:
     for name in ("config_unresolved.yaml", "manifest.json"):
         forge(newest(run), name, change)
     assert main(["--eval-only", "ckpt=run", "trust=[tests]"]) == 0
+
+
+def test_wrappers_train_resume_and_evaluate() -> None:
+    stack = "{target: gymnasium.wrappers:FrameStackObservation, stack_size: 2}"
+    wrappers = f"env.wrappers=[gymnasium.wrappers:TimeAwareObservation, {stack}]"
+    assert main([*QUICK, wrappers, "run_dir=run"]) == 0
+    manifest = json.loads((newest(Path("run")) / "manifest.json").read_text())
+    assert manifest["info"]["env"]["observation"]["observation"]["shape"] == [2, 5]
+    assert main(["resume=run", "total_steps=220"]) == 0
+    assert main(["--eval-only", "ckpt=run"]) == 0
+
+
+@pytest.mark.parametrize("flags", [["--eval-only", "ckpt=run"], ["resume=run"]])
+def test_a_checkpoint_wraps_environments_in_nothing_that_is_not_trusted(
+    flags: list[str], run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(text: str) -> str:
+        return text.replace("wrappers: []", "wrappers: [evil:Wrapper]")
+
+    forge(newest(run), "config_unresolved.yaml", change)
+    assert "env.wrappers[0]: target='evil:Wrapper': evil is not trusted" in refused(flags, capsys)
 
 
 STRANGE = {

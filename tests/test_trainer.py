@@ -173,7 +173,8 @@ class TestSettings:
         "trust": ("mine",), "launch": {"slots": 3}, "dtype": "float64", "gradient_clip_val": 0.5,
         "publish_every_updates": 4, "evaluate_every_env_steps": 10,
         "checkpoint_every_env_steps": 20, "log_every_env_steps": 30, "keep_last": 2,
-        "console": "off",
+        "console": "off", "tracking": {"target": "mine:Tracker"},
+        "callbacks": ({"target": "actorlearner.callbacks:Callback"},),
     }  # fmt: skip
 
     def test_i1_each_is_readable(self) -> None:
@@ -714,7 +715,7 @@ class TestLog:
             assert all(v is None or isinstance(v, int | float) for v in line.values())
         output = capsys.readouterr()
         assert "tensor" not in output.err + output.out
-        assert "q/loss 0." in output.err
+        assert ", loss 0." in output.err
 
     def test_i17_plain_lines_where_there_is_no_terminal(
         self, capsys: pytest.CaptureFixture[str]
@@ -724,7 +725,7 @@ class TestLog:
         assert output.out == ""
         assert "\r" not in output.err
         lines = output.err.splitlines()
-        assert all(line.startswith("env step ") and " of 64" in line for line in lines)
+        assert all(" of 64 env steps (" in line for line in lines)
         assert 2 <= len(lines) <= 4
 
     def test_i17_off(self, capsys: pytest.CaptureFixture[str]) -> None:

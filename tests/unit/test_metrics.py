@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +139,16 @@ class TestTensorBoardSink:
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def all_of(leader: int) -> str:
+    """What was written to a terminal whose other side is closed."""
+    text = b""
+    with suppress(OSError):
+        while chunk := os.read(leader, 1 << 16):
+            text += chunk
+    os.close(leader)
+    return text.decode()
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -146,14 +157,17 @@ class Terminal(io.StringIO):
 class TestConsoleSink:
     def test_plain_lines_where_there_is_no_terminal(self) -> None:
         stream = io.StringIO()
-        sink: MetricSink = ConsoleSink(1_000, show=("*/loss", "episode/*"), stream=stream)
+        show = {"episode/return_mean": "return", "*/loss": "loss", "speed/*": "steps/s"}
+        sink: MetricSink = ConsoleSink(2_000, show=show, stream=stream)
         sink.write(500, {"dqn/loss": 0.123456, "episode/return_mean": 20.0, "time/env": 0.5})
-        sink.write(1_000, {"time/env": 0.5})
+        sink.write(1_000, {"world/loss": 2, "speed/env_steps_per_s": 12_345.6, "actor/loss": 1})
+        sink.write(2_000, {"time/env": 0.5})
         sink.close()
         sink.close()
         assert stream.getvalue().splitlines() == [
-            "env step 500 of 1,000, dqn/loss 0.1235, episode/return_mean 20",
-            "env step 1,000 of 1,000",
+            "500 of 2,000 env steps (25%): return 20, loss 0.123",
+            "1,000 of 2,000 env steps (50%): world loss 2, actor loss 1, steps/s 12,346",
+            "2,000 of 2,000 env steps (100%)",
         ]
         assert all(char.isprintable() or char == "\n" for char in stream.getvalue())
 
@@ -164,7 +178,7 @@ class TestConsoleSink:
         assert sink._bar is not None
         assert sink._bar.n == initial
         sink.advance(700)
-        sink.write(650, {"evaluation/loss": 1.0})
+        sink.write(650, {"world/loss": 1.0})
         assert sink._bar.n == 700, "a late result does not move it back"
         sink.write(1_013, {"world/loss": 2.5, "other/name": 7.0})
         assert sink._bar.n == sink._bar.total == 1_000
@@ -173,7 +187,7 @@ class TestConsoleSink:
         last = stream.getvalue().rstrip("\n").rpartition("\r")[2]
         assert "100%" in last
         assert "1.00k/1.00k" in last
-        assert "evaluation/loss 1, world/loss 2.5" in last
+        assert last.endswith(", loss 2.5")
         assert "other/name" not in last
 
     def test_log_lines_do_not_break_the_bar(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,11 +216,33 @@ class TestConsoleSink:
             sink = ConsoleSink(1_000, stream=stream)
             sink.write(1_000, {"dqn/loss": 0.25})
             sink.close()
-            text = os.read(leader, 1 << 16).decode()
-        os.close(leader)
+        text = all_of(leader)
         assert "1.00k/1.00k" in text
         assert ", loss 0.25" in text
         assert max(map(len, re.split(r"[\r\n]", text))) <= (columns if rows and columns else 80)
+
+    @pytest.mark.parametrize(
+        ("rows", "columns", "wanted"),
+        [
+            (30, 200, "return 3, loss 0.25, steps/s 1,000,000"),
+            (30, 66, "return 3, loss 0.25"),
+            (30, 56, "return 3"),
+            (0, 200, "return 3, loss 0.25"),  # tqdm would draw nothing; it is told 80
+        ],
+    )
+    def test_the_bar_shows_what_it_has_room_for(self, rows: int, columns: int, wanted: str) -> None:
+        leader, follower = os.openpty()
+        fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        show = {"train/return": "return", "*/loss": "loss", "speed/steps": "steps/s"}
+        with os.fdopen(follower, "w") as stream:
+            sink = ConsoleSink(150_000, show=show, stream=stream)
+            sink.write(131_000, {"speed/steps": 1e6, "q/loss": 0.25})
+            sink.write(131_000, {"train/return": 3.0})
+            sink.close()
+        text = all_of(leader)
+        last = re.split(r"[\r\n]+", text.rstrip())[-1]
+        assert last.endswith(f"], {wanted}")
+        assert len(last) <= columns
 
     @pytest.mark.parametrize("mode", ["off", "plain", "bar"])
     def test_the_mode_beats_the_terminal(self, mode: Any) -> None:

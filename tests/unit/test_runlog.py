@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import time
@@ -112,6 +111,26 @@ class TestTrainingLines:
         assert "train/return_mean" not in recorder.lines[0][1]
         assert all(math.isfinite(value) for value in recorder.lines[0][1].values())
 
+    def test_numbers_of_info_are_means_over_the_episodes_that_had_them(self) -> None:
+        """The last 100 of these; a name that is a metric already keeps its meaning."""
+        log, recorder = open_log()
+        unroll = unroll_of()
+        unroll.episodes = [
+            Episode(0, 1, 2.0, 10, (("success", 1.0), ("episodes", 77.0))),
+            Episode(0, 2, 2.0, 10),
+            Episode(0, 3, 2.0, 10, (("success", 0.0),)),
+        ]
+        log.note(unroll, 0)
+        log.write_training(10, 0, {})
+        line = recorder.lines[0][1]
+        assert (line["train/success"], line["train/episodes"]) == (0.5, 3.0)
+        resumed, recorder = open_log()
+        resumed.load_state_dict(log.state_dict())
+        unroll.episodes = [Episode(0, 1, 2.0, 10, (("success", 1.0),))] * 99
+        resumed.note(unroll, 0)
+        resumed.write_training(20, 0, {})
+        assert recorder.lines[0][1]["train/success"] == 0.99
+
     def test_one_line_per_step(self) -> None:
         log, recorder = open_log()
         for step in (10, 10, 5, 20):
@@ -141,16 +160,11 @@ class TestFiles:
     def test_texts_lines_and_log(self, tmp_path: Path) -> None:
         run_dir = tmp_path / "a" / "b"
         log, _ = open_log(run_dir)
-        logger = logging.getLogger("actorlearner.test")
-        logger.warning("before it closes")
         log.write_training(10, 3, {"q/loss": math.nan})
         log.write_evaluation(EvaluationResult((1.0,), (5,), 0, version=2, env_steps=8))
         log.close()
         log.close()
-        logger.warning("after it closed")
         assert (run_dir / "config.yaml").read_text() == "seed: 1\n"
-        text = (run_dir / "run.log").read_text()
-        assert text.endswith(" WARNING before it closes\n")
         training, evaluation = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
         assert (training["env_steps"], training["updates"], training["q/loss"]) == (10, 3, None)
         assert (evaluation["env_steps"], evaluation["updates"]) == (8, 2)
