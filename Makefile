@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-slow mutations bench check format clean
+.PHONY: help venv train test test-slow mutations bench check format docs tutorial docker clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -41,8 +41,18 @@ format: $(STAMP) ## format the code and apply the safe fixes of the linter
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
+docs: $(STAMP) ## build the documents' site into site/; ARGS="serve" shows it while it is written
+	$(BIN)/python docs/configuration.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build)
+
+tutorial: ## do what docs/tutorial.md says, in a new virtual environment (minutes)
+	$(PYTHON) tests/tutorial.py
+
+docker: ## build the image "actorlearner"; ARGS="--build-arg EXTRAS=atari" is passed on
+	docker build -f docker/Dockerfile -t actorlearner $(ARGS) .
+
 clean: ## remove .venv, caches and build outputs; runs/ stays
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Touched last: an interrupted installation is taken up again.
