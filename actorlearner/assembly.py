@@ -59,7 +59,8 @@ def learner_threads(settings: TrainerSettings) -> Iterator[None]:
     """Leave the workers a core each, and in lockstep use one thread: sums keep their order."""
     before = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    wanted = 1 if settings.lockstep else max(1, (cores or 1) - settings.workers)
+    # A worker in this process acts by threads of its own choice; small networks lose by many.
+    wanted = 1 if settings.lockstep else max(1, (cores or 1) - max(1, settings.workers))
     torch.set_num_threads(wanted)
     try:
         yield

@@ -363,16 +363,25 @@ def _build_and_run(config: DictConfig, tree: Mapping[str, Any], command: Command
 
 def _train(trainer: Any, factory: Any, replay_buffer: Any, agent: Any) -> int:
     run_dir, command = trainer.settings.run_dir, "python -m actorlearner.run"
+    trusted = _trust_again(trainer)
     try:
         trainer.fit(factory, replay_buffer, agent)
     except (KeyboardInterrupt, SystemExit) as error:
         if not trainer.is_saved:
             return 1
-        logger.info("Saved. To go on: %s %s", command, shlex.quote(f"resume={run_dir}"))
+        logger.info("Saved. To go on: %s %s", command, shlex.join([f"resume={run_dir}", *trusted]))
         return int(error.code or 0) if isinstance(error, SystemExit) else 130
-    again = shlex.quote(f"ckpt={run_dir}")
+    again = shlex.join([f"ckpt={run_dir}", *trusted])
     logger.info("To evaluate again: %s --eval-only %s", command, again)
     return 3 if trainer.save_failed or trainer.log_failed else 0
+
+
+def _trust_again(trainer: Any) -> list[str]:
+    """The argument that trusts what this run imports: its checkpoints can't vouch for that."""
+    imported = [name for names in _modules(trainer.config).values() for name in names]
+    packages = [name.partition(".")[0] for name in imported]
+    trusted = dict.fromkeys([*trainer.settings.trust, *packages])
+    return [f"trust=[{','.join(trusted)}]"] if trusted else []
 
 
 def _evaluate(trainer: Any, factory: Any, agent: Any) -> int:

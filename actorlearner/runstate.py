@@ -82,6 +82,20 @@ class RunState:
         held, wanted = sorted(states["optimizers"]), sorted(self.optimizers)
         if held != wanted:
             raise CheckpointError(f"{source}: has optimizers {held}, not {wanted}")
+        try:
+            self._take(states)
+        except (KeyError, TypeError, IndexError) as error:
+            versions = checkpoint.read_manifest(checkpoint.find(source)).versions
+            raise CheckpointError(
+                f"{source}: actorlearner {versions.get('actorlearner')} wrote its state in another "
+                f"way ({type(error).__name__}: {error}); its weights can still be evaluated "
+                "(--eval-only), but the run can't go on"
+            ) from error
+        if "replay" not in states:
+            logger.info("the checkpoint brings no replay: the warm-up begins anew")
+            self.progress.limiter.restart_warmup()
+
+    def _take(self, states: Mapping[str, Any]) -> None:
         for name, optimizer in self.optimizers.items():
             asked = [dict(group) for group in optimizer.param_groups]
             optimizer.load_state_dict(states["optimizers"][name])
@@ -92,9 +106,6 @@ class RunState:
         self.log.load_state_dict(states["log"])
         if "replay" in states:
             self.replay_buffer.load_state_dict(states["replay"])
-        else:
-            logger.info("the checkpoint brings no replay: the warm-up begins anew")
-            self.progress.limiter.restart_warmup()
 
 
 def read_weights(

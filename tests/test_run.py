@@ -888,3 +888,13 @@ def test_who_runs_a_checkpoint_may_trust_what_it_imports(harmless: str, run: Pat
     forge(newest(run), "config_unresolved.yaml", change)
     assert main(["--eval-only", "ckpt=run", "trust=[evil]"]) == 0
     assert "evil.deep" in sys.modules
+
+
+@pytest.mark.usefixtures("evil")
+def test_the_command_that_evaluates_again_trusts_what_the_run_imports(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert main([*QUICK, "env.id=evil.deep:Evil-v0", "run_dir=run"]) == 0
+    said = caplog.messages[-1].partition("actorlearner.run ")[2]
+    assert said == "--eval-only ckpt=run 'trust=[evil]'"
+    assert main(shlex.split(said)) == 0

@@ -1148,6 +1148,18 @@ class TestCheckpoints:
         with pytest.raises(CheckpointError, match="was trained on Guess"):
             use(wide, dqn())
 
+    def test_a_state_of_another_version_is_named(self, tmp_path: Path) -> None:
+        model = dqn()
+        trainer_of(run_dir=tmp_path).fit(Guess, replay(), model)
+
+        class Older(ReplayBuffer):
+            def load_state_dict(self, state: Any) -> None:
+                super().load_state_dict({k: v for k, v in state.items() if k != "ring"})
+
+        older = Older(capacity=1_000)
+        with pytest.raises(CheckpointError, match=r"KeyError: 'ring'.*the run can't go on"):
+            trainer_of(checkpoint=tmp_path).fit(Guess, older, dqn())
+
     def test_a_missing_checkpoint_is_named(self, tmp_path: Path) -> None:
         for use in (
             lambda t: t.fit(Guess, replay(), dqn()),

@@ -94,7 +94,7 @@ class DQNSettings(Settings):
     noisy: bool = False
     """Learned noise in the weights behind the encoder explores; ``epsilon`` is for the rest."""
     noisy_sigma: float = setting(0.5, above=0)
-    """Its standard deviation at first, times the square root of a layer's inputs."""
+    """Its standard deviation at first is this over the square root of a layer's inputs."""
     torso: Torso = "auto"
     """Of images: auto, mlp, nature, minatar, impala; auto goes by their size (never impala)."""
     hidden: tuple[int, ...] = setting((128, 128), low=1)
