@@ -92,7 +92,7 @@ class FlatSpaces:
                 key: replace(_array_spec(space, name, key), stack=frame_stack)
                 for key, (_, space) in leaves.items()
             },
-            _array_spec(action_space, name, "its action space"),
+            _with_bounds(_array_spec(action_space, name, "its action space"), action_space),
             str(observation_space),
             str(action_space),
             {key: _native_spec(space, path) for key, (path, space) in leaves.items()},
@@ -370,6 +370,14 @@ def _array_spec(space: spaces.Space[Any], name: str, what: str) -> ArraySpec:
         "Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of these are understood"
     )  # fmt: skip
     raise UnsupportedSpace(f"{name}: {what} is {space} ({kind.__module__}.{kind.__name__}); {hint}")
+
+
+def _with_bounds(spec: ArraySpec, space: spaces.Space[Any]) -> ArraySpec:
+    """``spec`` with those of a Box in which every entry has finite ones."""
+    if not (isinstance(space, spaces.Box) and space.is_bounded("both")):
+        return spec
+    low, high = tuple(space.low.ravel().tolist()), tuple(space.high.ravel().tolist())
+    return replace(spec, low=low, high=high)
 
 
 def _native_spec(space: spaces.Space[Any], path: tuple[Any, ...] = ()) -> NativeSpec:

@@ -28,7 +28,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    runtime_checkable,
+)
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,12 +114,17 @@ class ArraySpec:
             ``Discrete(n)``); empty for Box data. Categorical values count from 0.
         stack: frames that policies and agents see together, the newest last, along an axis in
             front of ``shape``; records and stores hold each frame once, without that axis.
+        low: of a Box action the lowest value of each entry, flattened; empty for all other data,
+            and where an entry has no finite bounds.
+        high: likewise the highest.
     """
 
     shape: tuple[int, ...]
     dtype: str
     categories: tuple[int, ...] = ()
     stack: int = 1
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
@@ -203,6 +216,32 @@ class SampleSpec:
     gamma: float = 0.99
     reward_clip: float | None = None
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that one batch is learned from."""
+        return self.batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """What an agent wants of one batch of sequences.
+
+    Attributes:
+        batch_size: sequences in a batch.
+        length: rows of each that are learned from; one row of context more is in front of them.
+        latents: extras that the store keeps, hands out and takes back as feedback, by name; the
+            agent's policy notes them of every row.
+    """
+
+    batch_size: int
+    length: int
+    latents: Mapping[str, ArraySpec] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that one batch is learned from."""
+        return self.batch_size * self.length
+
 
 @dataclass(frozen=True, slots=True)
 class StreamLayout:
@@ -254,7 +293,10 @@ class Unroll:
         truncated: bool ``[T, B]``.
         valid: bool ``[T, B]``.
         first: bool ``[T, B]``.
-        extras: each ``[T, B, ...]``, what the policy noted of each row (`PolicyFactory`).
+        extras: each ``[T, B, ...]``, what the policy noted of each row (`PolicyFactory`); of a
+            reset row it is what the policy noted of the final observation.
+        policy_state: each ``[B, ...]``, of a recurrent policy: the state in which row ``T`` of the
+            observation will find it.
         episodes: those that ended in it.
         lives: those that ended in it, of environments that tell of lives lost.
         seconds: what the worker's time went to (``env``, ``policy``, ``wait``).
@@ -271,6 +313,7 @@ class Unroll:
     valid: NDArray[np.bool_]
     first: NDArray[np.bool_]
     extras: dict[str, Array] = field(default_factory=dict)
+    policy_state: dict[str, Array] = field(default_factory=dict)
     sequence: int = 0
     version: int = 0
     episodes: list[Episode] = field(default_factory=list)
@@ -280,7 +323,11 @@ class Unroll:
 
     @staticmethod
     def layout(
-        env_spec: EnvSpec, unroll_length: int, num_envs: int, extras: Mapping[str, ArraySpec]
+        env_spec: EnvSpec,
+        unroll_length: int,
+        num_envs: int,
+        extras: Mapping[str, ArraySpec],
+        policy_state: Mapping[str, ArraySpec] | None = None,
     ) -> dict[str, ArraySpec]:
         """The arrays that hold one unroll, by the name `from_arrays` expects."""
 
@@ -294,6 +341,10 @@ class Unroll:
             "reward": rows(ArraySpec((), "float32")),
             **{name: rows(flag) for name in ("terminated", "truncated", "valid", "first")},
             **{f"extras/{key}": rows(s) for key, s in extras.items()},
+            **{
+                f"policy_state/{key}": ArraySpec((num_envs, *s.shape), s.dtype)
+                for key, s in (policy_state or {}).items()
+            },
         }
 
     @classmethod
@@ -301,7 +352,7 @@ class Unroll:
         cls, worker: int, streams: Sequence[int], arrays: Mapping[str, Array]
     ) -> Unroll:
         """An unroll whose arrays are views of ``arrays`` (see `layout`)."""
-        named: dict[str, Any] = {"observation": {}, "extras": {}}
+        named: dict[str, Any] = {"observation": {}, "extras": {}, "policy_state": {}}
         for name, array in arrays.items():
             group, _, key = name.partition("/")
             if key:
@@ -360,14 +411,57 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on ``device``."""
-        moved: dict[str, Any] = {}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, dict):
-                moved[item.name] = {k: v.to(device, non_blocking=True) for k, v in value.items()}
-            elif item.name != "keys":
-                moved[item.name] = value.to(device, non_blocking=True)
-        return replace(self, **moved)
+        return _moved(self, device)
+
+
+@dataclass(slots=True)
+class SequenceBatch:
+    """Sequences for one update, as torch tensors: rows as in an `Unroll`, reset rows included.
+
+    Row 0 is context, whose latents are where the others start from; rows 1 to ``L`` are learned
+    from. Rows are departures: what one *arrives* with at row ``t`` is the action, the reward and
+    the termination of row ``t - 1``, and nothing where ``first[t]``.
+
+    Attributes:
+        observation: each ``[L + 1, B, ...]``, stacked as `ArraySpec.stacked_shape` says.
+        action: ``[L + 1, B, ...]``, 0 on reset rows; int64 for discrete spaces.
+        reward: float32 ``[L + 1, B]``, raw.
+        terminated: bool ``[L + 1, B]``.
+        truncated: bool ``[L + 1, B]``.
+        valid: bool ``[L + 1, B]``, False on reset rows.
+        first: bool ``[L + 1, B]``.
+        extras: the latents, each ``[L + 1, B, ...]`` in its own dtype: as noted in acting, or as
+            fed back since.
+        keys: int64 ``[L + 1, B]`` (NumPy): names of the rows, for `Store.feed_back`.
+    """
+
+    observation: dict[str, Tensor]
+    action: Tensor
+    reward: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    valid: Tensor
+    first: Tensor
+    extras: dict[str, Tensor]
+    keys: NDArray[np.int64]
+
+    def to(self, device: torch.device) -> SequenceBatch:
+        """The same batch on ``device``."""
+        return _moved(self, device)
+
+
+AnyBatch = TypeVar("AnyBatch", Batch, SequenceBatch)
+
+
+def _moved(batch: AnyBatch, device: torch.device) -> AnyBatch:
+    moved: dict[str, Any] = {}
+    for item in fields(batch):
+        value = getattr(batch, item.name)
+        if isinstance(value, dict):
+            moved[item.name] = {k: v.to(device, non_blocking=True) for k, v in value.items()}
+        elif item.name != "keys":
+            moved[item.name] = value.to(device, non_blocking=True)
+    return replace(batch, **moved)
 
 
 @dataclass(slots=True)
@@ -377,7 +471,8 @@ class StepOutput:
     Attributes:
         loss: scalar, with a graph.
         metrics: scalars to log under the step's name; tensors are read once per log period.
-        feedback: for `Store.feed_back` (``"priority"``: ``[B]``, non-negative).
+        feedback: for `Store.feed_back`, each with the leading axes of the batch's ``keys``:
+            ``"priority"`` (non-negative) of transitions, latents by their names of sequences.
         carry: what the next training step gets; None passes on what this one got.
     """
 
@@ -437,11 +532,13 @@ class StreamState:
         episode: index of the episode in the stream.
         actions: ``[k, ...]``, those taken in it so far; None to start the episode afresh.
         observation: the last one, to compare with after the actions were repeated.
+        policy_state: each ``[...]``: that of the stream's column (`Unroll`).
     """
 
     episode: int
     actions: Array | None = None
     observation: Observation | None = None
+    policy_state: Mapping[str, Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,8 +575,14 @@ class WorkerSpec:
     @property
     def unroll_layout(self) -> dict[str, ArraySpec]:
         """`Unroll.layout` of this worker."""
-        extras = self.policy_factory.extras_spec
-        return Unroll.layout(self.env_spec, self.unroll_length, len(self.streams), extras)
+        factory = self.policy_factory
+        return Unroll.layout(
+            self.env_spec,
+            self.unroll_length,
+            len(self.streams),
+            factory.extras_spec,
+            factory.state_spec if isinstance(factory, RecurrentPolicyFactory) else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -601,6 +704,32 @@ class Policy(Protocol):
         ...
 
 
+@runtime_checkable
+class RecurrentPolicy(Policy, Protocol):
+    """A policy that remembers: one state for each column, in the order of the columns.
+
+    `act` takes in the new observation with the state, and leaves the state with which it will meet
+    the next one. It is called for every column in every row; on a reset row the action is thrown
+    away, and the next row is `reset`.
+    """
+
+    def reset(self, first: NDArray[np.bool_]) -> None:
+        """Forget the columns ``first`` (bool ``[B]``), whose next observation begins an episode.
+
+        Called before every `act` that such an observation goes to. The first call is true in
+        every column and says how many there are: in evaluations they are others than the streams.
+        """
+        ...
+
+    def state(self) -> Mapping[str, Array]:
+        """All that it remembers, each ``[B, ...]`` as in `RecurrentPolicyFactory.state_spec`."""
+        ...
+
+    def set_state(self, state: Mapping[str, Array]) -> None:
+        """Go on from ``state`` (copied) of as many columns; no `reset` need have come before."""
+        ...
+
+
 class PolicyFactory(Protocol):
     """A picklable recipe of a policy.
 
@@ -617,6 +746,16 @@ class PolicyFactory(Protocol):
         self, env_spec: EnvSpec, streams: Sequence[int], num_streams: int, greedy: bool
     ) -> Policy:
         """A new policy."""
+        ...
+
+
+@runtime_checkable
+class RecurrentPolicyFactory(PolicyFactory, Protocol):
+    """A recipe of a `RecurrentPolicy`."""
+
+    @property
+    def state_spec(self) -> Mapping[str, ArraySpec]:
+        """What the policy remembers of each column, by name."""
         ...
 
 
@@ -641,7 +780,11 @@ class Store(Stateful, Protocol):
         ...
 
     def build(
-        self, env_spec: EnvSpec, sample_spec: SampleSpec, layout: StreamLayout, planned_updates: int
+        self,
+        env_spec: EnvSpec,
+        sample_spec: SampleSpec | SequenceSpec,
+        layout: StreamLayout,
+        planned_updates: int,
     ) -> None:
         """Allocate. Idempotent; raises `BadInput` for what can't be stored."""
         ...
@@ -669,8 +812,12 @@ class Store(Stateful, Protocol):
         """Whether `sample` can answer."""
         ...
 
-    def sample(self) -> Batch:
-        """The batch for one update. Never a reset row, never two episodes in one transition."""
+    def sample(self) -> Batch | SequenceBatch:
+        """The batch for one update.
+
+        No transition starts at a reset row or is of two episodes; a sequence is of one stream, in
+        which no row is missing, and goes on over the ends of episodes.
+        """
         ...
 
     def feed_back(self, keys: NDArray[np.int64], feedback: Mapping[str, Array]) -> None:
@@ -706,7 +853,7 @@ class Agent(Protocol):
         ...
 
     @property
-    def sample_spec(self) -> SampleSpec:
+    def sample_spec(self) -> SampleSpec | SequenceSpec:
         """What a batch must be."""
         ...
 
@@ -897,7 +1044,11 @@ __all__ = [
     "Observation",
     "Policy",
     "PolicyFactory",
+    "RecurrentPolicy",
+    "RecurrentPolicyFactory",
     "SampleSpec",
+    "SequenceBatch",
+    "SequenceSpec",
     "SettingError",
     "Snapshot",
     "Stateful",

@@ -21,6 +21,7 @@ from actorlearner.contracts import (
     CheckpointError,
     EnvSpec,
     Observation,
+    RecurrentPolicy,
 )
 from actorlearner.frames import FrameStack
 from actorlearner.runstate import read_weights
@@ -112,13 +113,14 @@ class LoadedPolicy:
         with torch.random.fork_rng(devices=[]):
             self._policy = agent.policy_factory()(env_spec, (0,), 1, True)
         self._policy.load(agent.snapshot(0))
-        self._is_stacked = any(spec.stack > 1 for spec in env_spec.observation.values())
+        is_stacked = any(spec.stack > 1 for spec in env_spec.observation.values())
+        self._remembers = is_stacked or isinstance(self._policy, RecurrentPolicy)
         self.reset()
 
     def reset(self) -> None:
         """The next observation begins an episode, in every column.
 
-        Only policies that see several frames together need to know.
+        Only policies that remember, or see several frames together, need to know.
         """
         self._stack: FrameStack | None = None
         self._num_columns = 0
@@ -152,7 +154,7 @@ class LoadedPolicy:
 
         Raises:
             BadInput: the space has no such observations, or there are more or fewer than before
-                of frames to be stacked.
+                though the policy goes on from those.
         """
         flat = self._spaces.parts(observation, "the caller")
         action_B = self._act({key: np.asarray(leaf) for key, leaf in flat.items()}, first)
@@ -180,14 +182,15 @@ class LoadedPolicy:
         count = next(iter(counts.values()))
         if count == 0 or len(set(counts.values())) > 1:
             raise BadInput(f"{self.env_spec.name}: {counts} observations: one number is needed")
-        if self._is_stacked:
-            flat = self._stacked(flat, count, first)
+        if self._remembers:
+            flat = self._going_on(flat, count, first)
         action_B, _ = self._policy.act(flat, self._generator)
         return action_B
 
-    def _stacked(
+    def _going_on(
         self, flat: Observation, count: int, first: NDArray[np.bool_] | None
     ) -> Observation:
+        """``flat`` with its frames stacked; the policy forgets the columns ``first``."""
         first_B = np.zeros(count, np.bool_) if first is None else np.asarray(first, np.bool_)
         if first_B.shape != (count,):
             raise BadInput(f"first of shape {first_B.shape}: must be ({count},)")
@@ -196,9 +199,11 @@ class LoadedPolicy:
             first_B = np.ones(count, np.bool_)
         if count != self._num_columns:
             raise BadInput(
-                f"{self.env_spec.name}: {count} observations after {self._num_columns}; frames "
-                "are stacked, so call reset() before their number changes"
+                f"{self.env_spec.name}: {count} observations after {self._num_columns}; the policy "
+                "goes on from the ones before, so call reset() before their number changes"
             )
+        if isinstance(self._policy, RecurrentPolicy) and first_B.any():
+            self._policy.reset(first_B)
         self._stack.push(flat, first_B)
         return self._stack.over(flat)
 

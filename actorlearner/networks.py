@@ -58,7 +58,7 @@ class Encoder(nn.Module):
                 stack of images.
         """
         super().__init__()
-        if torso not in ("auto", "mlp") and not any(map(_is_image, observation.values())):
+        if torso not in ("auto", "mlp") and not any(map(is_image, observation.values())):
             shapes = ", ".join(f"{k} {s.dtype} {s.shape}" for k, s in observation.items())
             raise UnsupportedSpace(
                 f"agent.torso={torso}: there is no image (uint8 or bool, two or three axes) among "
@@ -76,14 +76,14 @@ class Encoder(nn.Module):
 
 
 def _encoder(key: str, spec: ArraySpec, torso: Torso) -> FlatEncoder | ImageEncoder:
-    if torso != "mlp" and _is_image(spec, axes=(4,)):
+    if torso != "mlp" and is_image(spec, axes=(4,)):
         raise UnsupportedSpace(
             f"{key} has frames of shape {spec.shape}, stacks of images; leave the stacking to "
             "env.frame_stack, which keeps each frame once, or take them flat: agent.torso=mlp"
         )
-    if torso == "mlp" or not _is_image(spec):
+    if torso == "mlp" or not is_image(spec):
         return FlatEncoder(spec)
-    side = min(_image_shape(spec)[1:])
+    side = min(image_shape(spec)[1:])
     if torso == "auto":
         fitting = [name for name in CONVOLUTIONS if side >= _smallest_side(name)]
         return ImageEncoder(spec, fitting[0]) if fitting else FlatEncoder(spec)
@@ -95,11 +95,12 @@ def _encoder(key: str, spec: ArraySpec, torso: Torso) -> FlatEncoder | ImageEnco
     return ImageEncoder(spec, torso)
 
 
-def _is_image(spec: ArraySpec, axes: Sequence[int] = (2, 3)) -> bool:
+def is_image(spec: ArraySpec, axes: Sequence[int] = (2, 3)) -> bool:
+    """Whether frames are Box data of uint8 or bool with so many axes."""
     return not spec.categories and spec.dtype in ("uint8", "bool") and len(spec.shape) in axes
 
 
-def _channels_first(spec: ArraySpec) -> bool:
+def channels_first(spec: ArraySpec) -> bool:
     """Whether a frame is ``[C, H, W]``: as in Stable-Baselines3 channels are the smaller axis.
 
     Of equals it is the last, as everywhere in Gymnasium (MinAtar's Seaquest is 10 x 10 x 10).
@@ -107,10 +108,10 @@ def _channels_first(spec: ArraySpec) -> bool:
     return spec.shape[0] < spec.shape[-1]
 
 
-def _image_shape(spec: ArraySpec) -> tuple[int, int, int]:
+def image_shape(spec: ArraySpec) -> tuple[int, int, int]:
     """Channels, those of all stacked frames together, height and width."""
     sides = list(spec.shape)
-    channels = 1 if len(sides) == 2 else sides.pop(0 if _channels_first(spec) else -1)
+    channels = 1 if len(sides) == 2 else sides.pop(0 if channels_first(spec) else -1)
     return spec.stack * channels, sides[0], sides[1]
 
 
@@ -167,9 +168,9 @@ class ImageEncoder(nn.Module):
             torso: one of `CONVOLUTIONS`, or ``impala``.
         """
         super().__init__()
-        self._moves_channels = len(spec.shape) == 3 and not _channels_first(spec)
+        self._moves_channels = len(spec.shape) == 3 and not channels_first(spec)
         self._scales = spec.dtype == "uint8"
-        self._shape = channels, height, width = _image_shape(spec)
+        self._shape = channels, height, width = image_shape(spec)
         modules: list[nn.Module] = []
         for wider, kernel, stride in CONVOLUTIONS.get(torso, ()):
             modules += [nn.Conv2d(channels, wider, kernel, stride), nn.ReLU()]
@@ -347,3 +348,115 @@ class DuelingHead(nn.Module):
 def _stream(inputs: int, hidden: Sequence[int], outputs: int, linear: LinearLayer) -> nn.Sequential:
     mlp = MLP(inputs, hidden, linear)
     return nn.Sequential(*mlp, linear(mlp.size, outputs))
+
+
+# ---------------------------------------------------------------------- layers with a norm
+
+
+def truncated_normal_(weight: Tensor, fan_in: int, scale: float = 1.0) -> None:
+    """Fill ``weight`` with a normal distribution cut at two deviations: variance ``1 / fan_in``.
+
+    Args:
+        weight: changed in place.
+        fan_in: inputs of a unit.
+        scale: of the result.
+    """
+    if scale == 0:
+        nn.init.zeros_(weight)
+        return
+    deviation = 1.1368 / math.sqrt(fan_in)  # what is left of it after the cut is 1 / 1.1368
+    nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation)
+    with torch.no_grad():
+        weight.mul_(scale)
+
+
+def scaled_linear(inputs: int, outputs: int, scale: float = 1.0) -> nn.Linear:
+    """A linear layer that begins as `truncated_normal_` says, with biases 0."""
+    layer = nn.Linear(inputs, outputs)
+    truncated_normal_(layer.weight, inputs, scale)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def scaled_convolution(inputs: int, outputs: int, kernel: int) -> nn.Conv2d:
+    """A convolution that keeps the sides, and begins as `truncated_normal_` says, biases 0."""
+    layer = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2)
+    truncated_normal_(layer.weight, inputs * kernel**2)
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class BlockLinear(nn.Module):
+    """A linear layer of blocks: each slice of the input gives a slice of the output.
+
+    Attributes:
+        weight: ``[blocks, inputs / blocks, outputs / blocks]``.
+        bias: ``[outputs]``.
+    """
+
+    def __init__(self, inputs: int, outputs: int, blocks: int) -> None:
+        """Build the layer.
+
+        Args:
+            inputs: of all blocks together; weights begin as those of a layer of that many inputs.
+            outputs: of all blocks together.
+            blocks: divides both.
+        """
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(blocks, inputs // blocks, outputs // blocks))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+        truncated_normal_(self.weight, inputs)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[..., outputs]`` from ``[..., inputs]``."""
+        inputs_GI = inputs.unflatten(-1, (len(self.weight), -1))
+        outputs: Tensor = torch.einsum("...gi,gio->...go", inputs_GI, self.weight).flatten(-2)
+        return outputs + self.bias.to(outputs.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Scaled to a mean square of 1 along one axis, times a learned weight (Zhang & Sennrich 2019).
+
+    Computed in float32 at least. There is no shift.
+    """
+
+    def __init__(self, size: int, axis: int = -1, eps: float = 1e-4) -> None:
+        """Build the layer.
+
+        Args:
+            size: of the axis.
+            axis: which.
+            eps: added to the mean square.
+        """
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self._axis, self._eps = axis, eps
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The shape and the dtype stay."""
+        wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32)).movedim(self._axis, -1)
+        normed = functional.rms_norm(wide, self.weight.shape, self.weight, self._eps)
+        return normed.movedim(-1, self._axis).to(inputs.dtype)
+
+
+class NormedMLP(nn.Sequential):
+    """Linear layers, each followed by an `RMSNorm` and a SiLU.
+
+    Attributes:
+        size: width of the last layer.
+    """
+
+    def __init__(self, inputs: int, hidden: Sequence[int]) -> None:
+        """Build the layers.
+
+        Args:
+            inputs: width of the input.
+            hidden: width of each layer.
+        """
+        sizes = [inputs, *hidden]
+        layers: list[nn.Module] = []
+        for before, after in pairwise(sizes):
+            layers += [scaled_linear(before, after), RMSNorm(after), nn.SiLU()]
+        super().__init__(*layers)
+        self.size = sizes[-1]

@@ -1,6 +1,7 @@
-"""The replay buffer: keeps the newest experience and makes batches of transitions of it.
+"""The replay buffer: keeps the newest experience and makes batches of it.
 
-Legend of the suffixes: T rows of an unroll, N rows of an n-step window, B columns of either.
+Legend of the suffixes: T rows of an unroll, N rows of an n-step window, L rows of a sequence,
+B columns of any of them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from actorlearner.contracts import (
     EnvSpec,
     NonFiniteError,
     SampleSpec,
+    SequenceBatch,
+    SequenceSpec,
     SettingError,
     StreamLayout,
     Unroll,
@@ -66,7 +69,7 @@ class ReplaySettings(Settings):
 
 
 class ReplayBuffer:
-    """A `Store` of transitions, drawn uniformly or by priority.
+    """A `Store` of transitions, drawn uniformly or by priority, or of sequences.
 
     Every valid row starts one transition, the newest ones included. It ends ``n_step`` rows on, or
     earlier: where the episode ends, and where the stored data of the stream do, which counts as a
@@ -83,6 +86,12 @@ class ReplayBuffer:
 
     Frame stacks are made when a batch is: every frame is stored once. A row whose older frames are
     overwritten is not drawn any more.
+
+    *Sequences* are rows of one stream without a gap, over the ends of episodes, in the reset rows.
+    Each new window of a stream (its next ``length`` rows, and the row before them) is drawn once,
+    as soon as it is stored; what a batch still lacks is drawn uniformly from all rows that enough
+    rows follow. That is the online queue of DreamerV3 (Hafner et al. 2025,
+    doi:10.1038/s41586-025-08744-2). Latents are stored with the rows; `feed_back` replaces them.
 
     Example::
 
@@ -108,7 +117,7 @@ class ReplayBuffer:
         self._built_ring: BlockRing | None = None
         self._tree: SumTree | None = None
         self._env_spec: EnvSpec
-        self._sample_spec: SampleSpec
+        self._sample_spec: SampleSpec | SequenceSpec
         self._beta_updates: int
         self._max_priority = 1.0
         self._num_batches = 0
@@ -120,7 +129,11 @@ class ReplayBuffer:
         self._generator = np.random.default_rng(seed)
 
     def build(
-        self, env_spec: EnvSpec, sample_spec: SampleSpec, layout: StreamLayout, planned_updates: int
+        self,
+        env_spec: EnvSpec,
+        sample_spec: SampleSpec | SequenceSpec,
+        layout: StreamLayout,
+        planned_updates: int,
     ) -> None:
         """Allocate; a second call with the same arguments keeps the contents.
 
@@ -131,8 +144,9 @@ class ReplayBuffer:
             planned_updates: updates over which beta goes to 1 unless the settings say otherwise.
 
         Raises:
-            SettingError: the capacity can't hold two unrolls of every stream, or the memory can't
-                hold the capacity.
+            SettingError: the capacity can't hold two unrolls of every stream, or a sequence of
+                each and an unroll more; the memory can't hold the capacity; or sequences shall be
+                drawn by priority.
             BadInput: the buffer was built for something else.
         """
         asked = {
@@ -155,16 +169,28 @@ class ReplayBuffer:
                 f"unroll_length={layout.unroll_length}: must be at least {stack - 1}, as many rows "
                 f"as a stack of {stack} frames has besides the newest"
             )
+        extras = {name: ArraySpec((), "float32") for name in self.extras}
         # Fewer, and a stream's own unroll could overwrite the one that it continues.
-        needed = 2 * layout.num_streams * layout.unroll_length
+        unrolls, length = 2, None
+        if isinstance(sample_spec, SequenceSpec):
+            if self.settings.prioritized:
+                raise SettingError(
+                    "replay.prioritized=True: this agent learns from sequences, which are drawn "
+                    "uniformly: set replay.prioritized=false"
+                )
+            extras, length = dict(sample_spec.latents), sample_spec.length
+            # As many as `length` + 1 rows take, and one more: some stream always has a sequence.
+            unrolls = length // layout.unroll_length + 2
+        needed = unrolls * layout.num_streams * layout.unroll_length
         if self.settings.capacity < needed:
             raise SettingError(
-                f"replay.capacity={self.settings.capacity}: must be at least {needed}, which is two"
-                f" unrolls of {layout.unroll_length} rows for each of {layout.num_streams} streams"
+                f"replay.capacity={self.settings.capacity}: must be at least {needed}, which is "
+                f"{unrolls} unrolls of {layout.unroll_length} rows for each of "
+                f"{layout.num_streams} streams"
             )
-        extras = {name: ArraySpec((), "float32") for name in self.extras}
-        self._state_memory(BlockRing.bytes_per_row(env_spec, extras))
-        self._built_ring = ring = BlockRing(env_spec, layout, self.settings.capacity, extras)
+        self._state_memory(BlockRing.bytes_per_row(env_spec, extras, length is not None))
+        ring = BlockRing(env_spec, layout, self.settings.capacity, extras, length)
+        self._built_ring = ring
         self._tree = SumTree(ring.num_rows) if self.settings.prioritized else None
         self._env_spec, self._sample_spec = env_spec, sample_spec
         self._beta_updates = self.settings.beta_updates or max(1, planned_updates)
@@ -199,49 +225,79 @@ class ReplayBuffer:
         self._prioritise_since(begin)
         if self._tree is not None:
             self._tree.set(given_up, np.zeros(len(given_up)))
-            if self.extras:
-                self._prioritise_by_actor(self._tree, begin)
+            if self.extras and isinstance(self._sample_spec, SampleSpec):
+                self._prioritise_by_actor(self._tree, begin, self._sample_spec)
 
     def ready(self) -> bool:
         """Whether there is a row to draw. Warm-up is not the store's business."""
-        return self._ring.num_valid > 0
+        return self._ring.num_drawable > 0
 
-    def sample(self) -> Batch:
-        """The batch for one update, drawn with replacement.
+    def sample(self) -> Batch | SequenceBatch:
+        """The batch for one update, drawn with replacement (but each new window of a stream once).
 
         Raises:
             RuntimeError: the buffer is not `ready`.
         """
         if not self.ready():
             raise RuntimeError("the replay buffer holds no row to sample: ask ready() first")
-        spec, ring = self._sample_spec, self._ring
+        spec = self._sample_spec
+        return self._sequences(spec) if isinstance(spec, SequenceSpec) else self._transitions(spec)
+
+    def _transitions(self, spec: SampleSpec) -> Batch:
+        ring = self._ring
         if self._tree is None:
             start_B = self._draw_uniformly(spec.batch_size)
             weight_B = np.ones(spec.batch_size, np.float32)
         else:
             start_B, weight_B = self._draw_by_priority(self._tree, spec.batch_size)
         self._num_batches += 1
-
-        return_B, discount_B, end_B = self._windows(start_B)
-        action_B = ring.action[start_B]
-        if self._env_spec.action.categories:
-            action_B = action_B.astype(np.int64)
+        return_B, discount_B, end_B = self._windows(start_B, spec)
         # Indexing has made every array here afresh, so the tensors share memory with nothing.
         return Batch(
             observation={k: torch.from_numpy(a) for k, a in ring.observed(start_B).items()},
             next_observation={k: torch.from_numpy(a) for k, a in ring.observed(end_B).items()},
-            action=torch.from_numpy(action_B),
+            action=self._actions(start_B),
             reward=torch.from_numpy(return_B),
             discount=torch.from_numpy(discount_B),
             weight=torch.from_numpy(weight_B),
             keys=ring.keys(start_B),
         )
 
+    def _sequences(self, spec: SequenceSpec) -> SequenceBatch:
+        ring = self._ring
+        new_B = ring.take_windows(spec.batch_size)
+        start_B = np.append(new_B, self._draw_uniformly(spec.batch_size - len(new_B)))
+        row_LB = ring.walk(start_B, spec.length)  # L + 1 rows: the first is context
+        observation = ring.observed(row_LB.ravel())
+        action_LB = self._actions(row_LB)
+        action_LB[torch.from_numpy(~ring.valid[row_LB])] = 0
+        return SequenceBatch(
+            observation={
+                key: torch.from_numpy(array.reshape(*row_LB.shape, *array.shape[1:]))
+                for key, array in observation.items()
+            },
+            action=action_LB,
+            reward=torch.from_numpy(ring.reward[row_LB]),
+            terminated=torch.from_numpy(ring.terminated[row_LB]),
+            truncated=torch.from_numpy(ring.truncated[row_LB]),
+            valid=torch.from_numpy(ring.valid[row_LB]),
+            first=torch.from_numpy(ring.first[row_LB]),
+            extras={name: torch.from_numpy(a[row_LB]) for name, a in ring.extras.items()},
+            keys=ring.keys(row_LB),
+        )
+
+    def _actions(self, addresses: NDArray[np.int64]) -> torch.Tensor:
+        """The actions at ``addresses``, copied; int64 for discrete spaces."""
+        action = self._ring.action[addresses]
+        if self._env_spec.action.categories:
+            action = action.astype(np.int64)
+        return torch.from_numpy(action)
+
     def _windows(
-        self, start_B: NDArray[np.int64]
+        self, start_B: NDArray[np.int64], spec: SampleSpec
     ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
         """Return, discount and end of the windows that start at addresses ``start_B``."""
-        spec, ring = self._sample_spec, self._ring
+        ring = self._ring
         path_NB = ring.walk(start_B, spec.n_step)
         window_NB = path_NB[:-1]
         reward_NB = ring.reward[window_NB]
@@ -253,25 +309,56 @@ class ReplayBuffer:
         return return_B, discount_B, path_NB[steps_B, np.arange(len(start_B))]
 
     def feed_back(self, keys: NDArray[np.int64], feedback: Mapping[str, Array]) -> None:
-        """Set the priorities of the rows ``keys``; those overwritten meanwhile are counted only.
+        """Set priorities or latents of the rows ``keys``; those overwritten are counted only.
 
-        Where a key occurs twice, its last priority wins. A buffer that draws uniformly has no use
-        for priorities and ignores them.
+        Where a key occurs twice, what comes last (in C order) wins: of two sequences that overlap,
+        what was learned of a row counts, not what it was as context. A buffer that draws uniformly
+        has no use for priorities and ignores them.
 
         Args:
-            keys: int64 ``[B]``, from a batch of this buffer.
-            feedback: ``{"priority": float [B]}`` (absolute TD errors, before any weighting).
+            keys: int64 ``[B]`` of transitions, ``[L + 1, B]`` of sequences, from a batch of this
+                buffer.
+            feedback: ``{"priority": float [B]}`` (absolute TD errors, before any weighting); of
+                sequences latents by name, ``[L + 1, B, ...]`` each.
 
         Raises:
-            NonFiniteError: a priority is NaN or infinite.
-            ValueError: a priority is negative, there isn't one per key, or ``feedback`` has
-                something else than priorities.
+            NonFiniteError: a priority or a latent is NaN or infinite.
+            ValueError: a priority is negative, there isn't one value per key, a latent has another
+                shape or dtype than its spec, or ``feedback`` has something else.
         """
-        unknown = sorted(feedback.keys() - {"priority"})
+        spec = self._sample_spec
+        known = list(spec.latents) if isinstance(spec, SequenceSpec) else ["priority"]
+        unknown = sorted(feedback.keys() - known)
         if unknown:
-            raise ValueError(f"feedback {', '.join(unknown)}: a replay buffer only takes priority")
-        if self._tree is None or "priority" not in feedback:
-            return
+            raise ValueError(
+                f"feedback {', '.join(unknown)}: this replay buffer only takes {', '.join(known)}"
+            )
+        if isinstance(spec, SequenceSpec):
+            self._replace_latents(keys, feedback, spec)
+        elif self._tree is not None and "priority" in feedback:
+            self._replace_priorities(self._tree, keys, feedback)
+
+    def _replace_latents(
+        self, keys: NDArray[np.int64], latents: Mapping[str, Array], spec: SequenceSpec
+    ) -> None:
+        for name, array in latents.items():
+            shape, dtype = (*keys.shape, *spec.latents[name].shape), spec.latents[name].dtype
+            if array.shape != shape or array.dtype != dtype:
+                raise ValueError(
+                    f"feedback {name} is {array.dtype} {array.shape}; needed: {dtype} {shape}"
+                )
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise NonFiniteError(f"feedback {name} is not finite")
+        fresh = self._ring.is_stored(keys)
+        if latents:
+            self._stale_feedback += int(np.count_nonzero(~fresh))
+        addresses = self._ring.address(keys[fresh])
+        for name, array in latents.items():
+            self._ring.extras[name][addresses] = array[fresh]
+
+    def _replace_priorities(
+        self, tree: SumTree, keys: NDArray[np.int64], feedback: Mapping[str, Array]
+    ) -> None:
         priority = np.asarray(feedback["priority"], np.float64)
         if priority.shape != keys.shape:
             raise ValueError(f"priority has shape {priority.shape}, the keys have {keys.shape}")
@@ -282,15 +369,17 @@ class ReplayBuffer:
         addresses = self._ring.address(keys)
         fresh = self._ring.is_stored(keys) & self._ring.valid[addresses]
         self._stale_feedback += int(np.count_nonzero(~fresh))
-        self._set_priorities(self._tree, addresses[fresh], priority[fresh])
+        self._set_priorities(tree, addresses[fresh], priority[fresh])
 
     def metrics(self) -> dict[str, float]:
-        """Scalars to log: rows that can be drawn, rows that fit, stale feedback, priorities."""
+        """Scalars to log: what can be drawn, rows that fit, stale feedback, queue, priorities."""
         metrics: dict[str, float] = {
-            "size": self._ring.num_valid,
+            "size": self._ring.num_drawable,
             "capacity": self._ring.num_rows,
             "stale_feedback": self._stale_feedback,
         }
+        if self._ring.sequence_length is not None:
+            metrics["new_sequences"] = len(self._ring.windows)
         if self._tree is not None:
             metrics |= {"beta": self.beta, "max_priority": self._max_priority}
         return metrics
@@ -368,7 +457,7 @@ class ReplayBuffer:
             priority = self._max_priority**self.settings.alpha
             self._tree.set(addresses, np.where(self._ring.valid[addresses], priority, 0.0))
 
-    def _prioritise_by_actor(self, tree: SumTree, key: int) -> None:
+    def _prioritise_by_actor(self, tree: SumTree, key: int, spec: SampleSpec) -> None:
         """Give rows from ``key`` on, and older ones whose windows they complete, the actor's error.
 
         The value that a window ends with was noted in the row of its last observation: that row
@@ -378,7 +467,7 @@ class ReplayBuffer:
         newest = ring.address(np.arange(key, ring.head))
         starts = [newest]
         oldest = newest[:: ring.layout.unroll_length]
-        for _ in range(self._sample_spec.n_step):
+        for _ in range(spec.n_step):
             older = ring.before(oldest)
             # Behind a termination or a reset row windows were complete before.
             is_open = ring.valid[older] & ~ring.terminated[older]
@@ -386,7 +475,7 @@ class ReplayBuffer:
             starts.append(oldest)
         start_B = np.concatenate(starts)
         start_B = start_B[ring.valid[start_B]]
-        return_B, discount_B, end_B = self._windows(start_B)
+        return_B, discount_B, end_B = self._windows(start_B, spec)
         has_come_B = ring.following[end_B] != end_B  # a tail or a stub follows itself
         known_B = (discount_B == 0) | has_come_B
         bootstrap_B = np.where(has_come_B, ring.extras["greedy_value"][end_B], 0.0)
@@ -427,12 +516,12 @@ class ReplayBuffer:
             )
 
     def _draw_uniformly(self, count: int) -> NDArray[np.int64]:
-        """Addresses ``[count]`` of valid rows, each as likely as any other."""
+        """Addresses ``[count]`` of rows to begin at, each as likely as any other."""
         ring = self._ring
         drawn = np.empty(0, np.int64)
         while len(drawn) < count:
             candidates = self._generator.integers(ring.num_stored, size=2 * count)
-            drawn = np.concatenate([drawn, candidates[ring.valid[candidates]]])
+            drawn = np.concatenate([drawn, candidates[ring.drawable[candidates]]])
         return drawn[:count]
 
     def _draw_by_priority(
@@ -443,7 +532,7 @@ class ReplayBuffer:
         strata = np.arange(count) + self._generator.random(count)
         addresses = tree.find(strata * (total / count))
         probability = tree.get(addresses) / total
-        weight = (self._ring.num_valid * probability) ** -self.beta
+        weight = (self._ring.num_drawable * probability) ** -self.beta
         return addresses, (weight / weight.max()).astype(np.float32)
 
 

@@ -1,6 +1,7 @@
 """Returns: pure functions of rewards and flags (NumPy), of distributions of returns (torch).
 
-Legend of the suffixes: N rows of a window, atoms or quantiles; M other quantiles; B windows.
+Legend of the suffixes: N rows of a window, atoms or quantiles; M other quantiles; B windows;
+T rows of a sequence.
 """
 
 from __future__ import annotations
@@ -84,6 +85,35 @@ def categorical_projection(
     projected_BN.scatter_add_(1, below_BN, probability_BN * (1 - above_share_BN))
     projected_BN.scatter_add_(1, below_BN + 1, probability_BN * above_share_BN)
     return projected_BN
+
+
+def lambda_return(
+    reward_TB: Tensor, discount_TB: Tensor, value_TB: Tensor, lambda_TB: Tensor | float
+) -> Tensor:
+    """Returns of sequences, each a mixture of all n-step returns (Sutton & Barto 2018, eq. 12.3).
+
+    What one arrives with stands in row ``t``; the return in row ``t`` is that of the state left to
+    get there: ``G[t] = reward[t] + discount[t] * ((1 - lambda[t]) * value[t] + lambda[t] *
+    G[t + 1])``, and behind the last row ``G`` is its value.
+
+    Args:
+        reward_TB: float ``[T, B]`` of arriving in each row.
+        discount_TB: float ``[T, B]``: of what follows each row, 0 if the episode terminated there.
+        value_TB: float ``[T, B]``: what follows is worth that.
+        lambda_TB: how much the rows after each count, 0 where they are of another episode.
+
+    Returns:
+        ``[T, B]``.
+    """
+    lambda_TB = torch.as_tensor(lambda_TB, device=reward_TB.device).expand_as(reward_TB)
+    kept_TB = discount_TB * lambda_TB
+    fixed_TB = reward_TB + (discount_TB - kept_TB) * value_TB
+    return_B = value_TB[-1]
+    returns = []
+    for fixed_B, kept_B in zip(fixed_TB.flip(0), kept_TB.flip(0), strict=True):
+        return_B = fixed_B + kept_B * return_B
+        returns.append(return_B)
+    return torch.stack(returns[::-1])
 
 
 def quantile_huber_loss(

@@ -6,6 +6,7 @@ Legend of the suffixes: N rows of a walk, B walks.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,15 +43,25 @@ class BlockRing:
     that is overwritten, or never came, can't be drawn any more and becomes invalid. Of windows it
     is no part: they start at older rows, which are gone.
 
+    A transition can begin at any valid row. A sequence can begin at any row, a reset row too, that
+    ``sequence_length`` rows have followed: then it goes on to be whole until the ring overwrites
+    its first. Of every stream, each ``sequence_length`` rows make a new *window*, with the row
+    before them as its first; windows wait in a queue for somebody to take them.
+
     Attributes:
+        sequence_length: rows of a sequence behind its first; None if transitions are drawn.
         num_rows: rows that fit, a multiple of ``T``.
         head: key of the next row to be written, a multiple of ``T``.
-        num_valid: valid rows stored, those that can be drawn.
+        num_drawable: rows stored that can be drawn.
         observation: each ``[num_rows + num_streams, ...]``, the tails at the end, as below.
         action: ``[num_rows + num_streams, ...]``.
         reward: float32 ``[num_rows + num_streams]``.
         terminated: bool ``[num_rows + num_streams]``.
         valid: bool ``[num_rows + num_streams]``.
+        truncated: bool ``[num_rows + num_streams]``; empty without sequences.
+        first: bool ``[num_rows + num_streams]``; likewise.
+        drawable: bool ``[num_rows + num_streams]``, where a batch's rows can begin; without
+            sequences it is ``valid`` itself.
         following: int64 ``[num_rows + num_streams]``.
         age: uint8 ``[num_rows + num_streams]``, rows back to the first of the episode, at most
             ``stack - 1``: how many older frames the row's stack has.
@@ -59,6 +70,9 @@ class BlockRing:
         extras: each ``[num_rows + num_streams, ...]``.
         last_key: int64 ``[num_streams]``, the newest row of each stream, -1 for none.
         last_sequence: int64 ``[num_streams]``, the number of its newest unroll, -1 for none.
+        chain_length: int64 ``[num_streams]``, rows of the stream since it last began or broke off,
+            stored or not; only counted with sequences.
+        windows: keys of the first rows of the windows that nobody has taken, the oldest first.
     """
 
     def __init__(
@@ -67,8 +81,10 @@ class BlockRing:
         layout: StreamLayout,
         capacity: int,
         extras: Mapping[str, ArraySpec] | None = None,
+        sequence_length: int | None = None,
     ) -> None:
         self.layout = layout
+        self.sequence_length = sequence_length
         self.num_rows = capacity // layout.unroll_length * layout.unroll_length
         num_places = self.num_rows + layout.num_streams
         self._stacks = {key: spec.stack for key, spec in env_spec.observation.items()}
@@ -78,21 +94,31 @@ class BlockRing:
         self.reward = np.zeros(num_places, np.float32)
         self.terminated = np.zeros(num_places, np.bool_)
         self.valid = np.zeros(num_places, np.bool_)
+        has_sequences = sequence_length is not None
+        self.truncated = np.zeros(num_places if has_sequences else 0, np.bool_)
+        self.first = np.zeros_like(self.truncated)
+        self.drawable = np.zeros_like(self.truncated) if has_sequences else self.valid
         self.following = np.arange(num_places, dtype=np.int64)
         self.age = np.zeros(num_places, np.uint8)
         num_blocks = self.num_rows // layout.unroll_length
         self.preceding = np.zeros(num_blocks + layout.num_streams, np.int64)
         self.extras = {name: spec.zeros(num_places) for name, spec in (extras or {}).items()}
         self.head = 0
-        self.num_valid = 0
+        self.num_drawable = 0
         self._given_up: list[NDArray[np.int64]] = []
         self.last_key = np.full(layout.num_streams, -1, np.int64)
         self.last_sequence = np.full(layout.num_streams, -1, np.int64)
+        self.chain_length = np.zeros(layout.num_streams, np.int64)
+        self.windows: deque[int] = deque()
 
     @classmethod
-    def bytes_per_row(cls, env_spec: EnvSpec, extras: Mapping[str, ArraySpec]) -> int:
+    def bytes_per_row(
+        cls, env_spec: EnvSpec, extras: Mapping[str, ArraySpec], has_sequences: bool = False
+    ) -> int:
         """What one row of capacity takes, in bytes."""
         bookkeeping = 4 + 1 + 1 + 8 + 1  # reward, terminated, valid, following, age
+        if has_sequences:
+            bookkeeping += 3  # truncated, first, drawable
         specs = [*env_spec.observation.values(), env_spec.action, *extras.values()]
         return bookkeeping + sum(spec.zeros().nbytes for spec in specs)
 
@@ -128,30 +154,49 @@ class BlockRing:
             tails = {k: a[self._tail(broken)] for k, a in self.observation.items()}
             self._end_chains(self.last_key[broken], tails)
             self.last_key[broken] = -1
+            self.chain_length[broken] = 0
 
         keys_BT = self._allocate(len(streams))
         rows_BT = self.address(keys_BT)
         for key, array in unroll.observation.items():
             self.observation[key][rows_BT] = array[:-1].swapaxes(0, 1)
             self.observation[key][self._tail(streams)] = array[-1]
-        for name, array in unroll.extras.items():
-            if name in self.extras:
-                self.extras[name][rows_BT] = array.swapaxes(0, 1)
+        for name, array in self.extras.items():
+            array[rows_BT] = unroll.extras[name].swapaxes(0, 1)
         self.action[rows_BT] = unroll.action.swapaxes(0, 1)
         self.reward[rows_BT] = unroll.reward.T
         self.terminated[rows_BT] = unroll.terminated.T
         self.valid[rows_BT] = unroll.valid.T
-        self.num_valid += unroll.env_steps
+        if self.sequence_length is None:
+            self.num_drawable += unroll.env_steps
+        else:
+            self.truncated[rows_BT] = unroll.truncated.T
+            self.first[rows_BT] = unroll.first.T
 
         self._link(self.last_key[streams], rows_BT[:, 0])
         self.following[rows_BT[:, -1]] = self._tail(streams)
         self._note_ages(rows_BT, unroll)
+        if self.sequence_length is not None:
+            self._note_sequences(rows_BT, streams, self.sequence_length)
         self.last_key[streams] = keys_BT[:, -1]
         self.last_sequence[streams] = unroll.sequence
         given_up = np.concatenate([np.empty(0, np.int64), *self._given_up])
         self._given_up = []
-        anew: NDArray[np.bool_] = self.valid[given_up]  # written since
+        anew: NDArray[np.bool_] = self.drawable[given_up]  # written since
         return np.delete(given_up, np.flatnonzero(anew))
+
+    def take_windows(self, count: int) -> NDArray[np.int64]:
+        """Addresses of the first rows of the oldest windows, up to ``count`` that are whole still.
+
+        They are in the queue no more.
+        """
+        taken: list[int] = []
+        while self.windows and len(taken) < count:
+            key = self.windows.popleft()
+            address = key % self.num_rows
+            if key >= self.head - self.num_stored and self.drawable[address]:
+                taken.append(address)
+        return np.array(taken, np.int64)
 
     def walk(self, addresses: NDArray[np.int64], num_steps: int) -> NDArray[np.int64]:
         """The way from ``addresses`` (``[B]``) along their streams, ``[num_steps + 1, B]``."""
@@ -201,6 +246,8 @@ class BlockRing:
             "preceding": self.preceding,
             "last_key": self.last_key,
             "last_sequence": self.last_sequence,
+            "chain_length": self.chain_length,
+            "windows": np.array(self.windows, np.int64),
         }
 
     def load_state_dict(self, state: Any) -> int:
@@ -218,8 +265,9 @@ class BlockRing:
         self.head = int(state["head"])
         for name, array in arrays.items():
             array[: self.num_stored] = state["rows"][name]
-        self.valid[self.num_stored :] = False
-        self.num_valid = int(np.count_nonzero(self.valid))
+        self.valid[self.num_stored :] = self.drawable[self.num_stored :] = False
+        self.num_drawable = int(np.count_nonzero(self.drawable))
+        self.windows = deque(np.asarray(state.get("windows", ())).tolist())
 
         first_new = self.head
         num_blocks = self.num_rows // self.layout.unroll_length
@@ -227,12 +275,14 @@ class BlockRing:
         if len(state["last_key"]) == self.layout.num_streams:
             self.last_key[:] = state["last_key"]
             self.last_sequence[:] = state["last_sequence"]
+            self.chain_length[:] = state.get("chain_length", 0)
             self.preceding[num_blocks:] = state["preceding"][num_blocks:]
             self.age[self.num_rows :] = state["tail_ages"]
             for key, tails in state["tails"].items():
                 self.observation[key][self.num_rows :] = tails
         else:
             self.last_key[:] = self.last_sequence[:] = -1
+            self.chain_length[:] = 0
             self._end_chains(state["last_key"], state["tails"])
         return first_new
 
@@ -242,7 +292,8 @@ class BlockRing:
         stored_places = np.arange(len(self.valid)) < self.num_stored
         assert self.head % length == 0
         assert not self.valid[~stored_places].any()
-        assert self.num_valid == np.count_nonzero(self.valid)
+        assert not self.drawable[~stored_places].any()
+        assert self.num_drawable == np.count_nonzero(self.drawable)
         tails = self._tail(np.arange(self.layout.num_streams))
         assert np.array_equal(self.following[tails], tails)
 
@@ -251,7 +302,8 @@ class BlockRing:
         for block in stored:
             row = self.address(block)
             if self.following[row[0]] == row[0]:  # a stub
-                assert not self.valid[row].any()
+                assert not (self.valid | self.drawable)[row].any()
+                assert np.array_equal(self.following[row], row)
                 continue
             assert np.array_equal(self.following[row[:-1]], row[1:])
             end = int(self.following[row[-1]])
@@ -263,13 +315,25 @@ class BlockRing:
                 assert self.last_key[end - self.num_rows] == block[-1]
         assert len(followed) == len(set(followed)), "a row follows two"
         self._check_stacks()
+        if self.sequence_length is not None:
+            self._check_sequences(self.sequence_length)
         for stream in np.flatnonzero(self.is_stored(self.last_key)):
             last = self.address(self.last_key[stream])
             assert self.following[last] == tails[stream]
 
+    def _check_sequences(self, length: int) -> None:
+        """Whether the rows that can be drawn are those of which whole sequences are stored."""
+        rows = np.arange(self.num_stored)
+        path = self.walk(rows, length)
+        moves = (path[1:] != path[:-1]).all(axis=0) & (path[-1] < self.num_rows)
+        is_stub = self.following[path[-1]] == path[-1]
+        whole = moves & ~is_stub & self._has_whole_stack(rows)
+        assert np.array_equal(self.drawable[rows], whole)
+        assert len(set(self.windows)) == len(self.windows)
+
     def _check_stacks(self) -> None:
         """Whether the older frames of every row that can be drawn are stored."""
-        rows = np.flatnonzero(self.valid)
+        rows = np.flatnonzero(self.drawable)
         age = self.age[rows].astype(np.int64)
         while (age > 0).any():
             rows, age = rows[age > 0], age[age > 0]
@@ -279,16 +343,23 @@ class BlockRing:
             assert (self.age[older] >= np.minimum(age - 1, self.age[rows])).all()
             rows, age = older, age - 1
 
-    def _shape(self) -> dict[str, int]:
+    def _shape(self) -> dict[str, int | None]:
         """What the rows of a state can't do without."""
         return {
             "num_rows": self.num_rows,
             "unroll_length": self.layout.unroll_length,
             "stack": self._max_age + 1,  # ages go no further
+            "sequence_length": self.sequence_length,
         }
 
     def _arrays(self) -> dict[str, Array]:
+        of_sequences: dict[str, Array] = {}
+        if self.sequence_length is not None:
+            of_sequences = {
+                name: getattr(self, name) for name in ("truncated", "first", "drawable")
+            }
         return {
+            **of_sequences,
             **{f"observation/{key}": array for key, array in self.observation.items()},
             "action": self.action,
             "reward": self.reward,
@@ -312,8 +383,8 @@ class BlockRing:
         stand = next_rows < self.num_rows  # no tails: of a loaded state there may be more of them
         ends, next_rows = ends[stand], next_rows[stand]
         self._give_up(next_rows[self.before(next_rows) == ends])  # behind a stub there is no next
-        self.num_valid -= int(np.count_nonzero(self.valid[rows]))
-        self.valid[rows] = False
+        self.num_drawable -= int(np.count_nonzero(self.drawable[rows]))
+        self.valid[rows] = self.drawable[rows] = False
         self.following[rows] = rows + 1
         self.head += len(keys)
         return keys.reshape(shape)
@@ -327,11 +398,11 @@ class BlockRing:
         """Put ``tails``, the observations after the rows ``last_key``, into stubs behind them."""
         stored = self.is_stored(last_key)
         # To make room may overwrite the row that a stub would follow: then nobody walks to it.
-        keys = self._allocate(int(np.count_nonzero(stored)))[:, 0]
-        first, last = self.address(keys), self.address(last_key[stored])
+        stubs = self.address(self._allocate(int(np.count_nonzero(stored))))
+        first, last = stubs[:, 0], self.address(last_key[stored])
         for key, tail in tails.items():
             self.observation[key][first] = tail[stored]
-        self.following[first] = first
+        self.following[stubs] = stubs
         self.preceding[first // self.layout.unroll_length] = last
         self.age[first] = np.minimum(self.age[last] + 1, self._max_age)
         self._link(last_key[stored], first)
@@ -355,6 +426,45 @@ class BlockRing:
         self.age[self._tail(streams)] = np.minimum(age + 1, self._max_age)
         self._give_up(rows_BT[~linked, 0])
 
+    def _note_sequences(
+        self, rows_BT: NDArray[np.int64], streams: NDArray[np.int64], length: int
+    ) -> None:
+        """Mark the rows that ``length`` rows have followed by now, and queue the new windows."""
+        unroll_length = self.layout.unroll_length
+        back_T = np.arange(unroll_length) - length  # where sequences begin that end in these rows
+        hops_T = -(back_T // unroll_length)
+        block_B = rows_BT[:, 0]
+        blocks_HB = [block_B]  # the new ones, the ones before them, ...; -1 where one is missing
+        for _ in range(hops_T.max()):
+            last_B = self.before(block_B)
+            linked_B = (block_B >= 0) & (self.following[last_B] == block_B)
+            block_B = np.where(linked_B, last_B - (unroll_length - 1), -1)
+            blocks_HB.append(block_B)
+        block_TB = np.stack(blocks_HB)[hops_T]
+        start_TB = block_TB + (back_T % unroll_length)[:, None]
+        position_TB = self.chain_length[streams] + np.arange(unroll_length)[:, None]
+        self.chain_length[streams] += unroll_length
+
+        exists_TB = block_TB >= 0
+        starts, positions = start_TB[exists_TB], position_TB[exists_TB]
+        whole = self._has_whole_stack(starts)
+        starts, positions = starts[whole], positions[whole]
+        self.drawable[starts] = True
+        self.num_drawable += len(starts)
+        while self.windows and self.windows[0] < self.head - self.num_stored:
+            self.windows.popleft()
+        self.windows.extend(self.keys(starts[positions % length == 0]).tolist())
+
+    def _has_whole_stack(self, addresses: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether the older frames of the rows at ``addresses`` are stored."""
+        whole, age = np.ones(len(addresses), np.bool_), self.age[addresses]
+        for back in range(self._max_age):
+            older = self.before(addresses)
+            linked = self.following[older] == addresses
+            whole &= linked | (age <= back)
+            addresses = np.where(linked, older, addresses)
+        return whole
+
     def _give_up(self, addresses: NDArray[np.int64]) -> None:
         """Make rows invalid whose stacks reach back beyond ``addresses``, first of what is left."""
         if self._max_age == 0 or len(addresses) == 0:
@@ -362,16 +472,14 @@ class BlockRing:
         # They are in one block: `ReplayBuffer.build` has made sure that an unroll is that long.
         path = self.walk(addresses, self._max_age - 1)
         reaches_beyond = self.age[path] > np.arange(self._max_age)[:, None]
-        cut = path[reaches_beyond & self.valid[path]]
-        self.valid[cut] = False
-        self.num_valid -= len(cut)
+        cut = path[reaches_beyond & self.drawable[path]]
+        self.drawable[cut] = False
+        self.num_drawable -= len(cut)
         self._given_up.append(cut)
 
     def _refuse_misfit(self, state: Any, arrays: Mapping[str, Array]) -> None:
-        words = (
-            "replay.capacity={num_rows} unroll_length={unroll_length} frame_stack={stack}".format
-        )
-        now, then = words(**self._shape()), words(**{name: state[name] for name in self._shape()})
+        shape_then = {name: state.get(name) for name in self._shape()}
+        now, then = _in_words(self._shape()), _in_words(shape_then)
         if now != then:
             raise CheckpointError(
                 f"the checkpoint holds a replay made with {then}, this run has {now}: "
@@ -385,3 +493,11 @@ class BlockRing:
                 f"this run makes {layout_now}: resume with the environment and the "
                 "replay.initial_priority that it was made with"
             )
+
+
+def _in_words(shape: Mapping[str, int | None]) -> str:
+    """`BlockRing._shape` for people."""
+    words = "replay.capacity={num_rows} unroll_length={unroll_length} frame_stack={stack}"
+    if shape["sequence_length"] is not None:
+        words += " and sequences of {sequence_length} rows"
+    return words.format(**shape)

@@ -137,7 +137,7 @@ def read_weights(
         raise CheckpointError(f"{where}: holds {held}, not {_target_of(agent)}")
     ours = json.loads(json.dumps(asdict(env_spec)))  # tuples become lists, as in there
     for part in ("name", "observation", "action") if same_env else ("observation", "action"):
-        if env.get(part) != ours[part]:
+        if _with_bounds(part, env.get(part)) != ours[part]:
             raise CheckpointError(
                 f"{where}: was trained on {env.get('name')}, whose {part} is {env.get(part)}; "
                 f"that of {ours['name']} is {ours[part]}. Start a new run for it"
@@ -147,6 +147,16 @@ def read_weights(
     except RuntimeError as error:  # torch names the parameters that do not fit
         raise CheckpointError(f"{where}: other agent settings: {error}") from error
     return checkpoint.load(where, [name for name in names if name in manifest.states])
+
+
+def _with_bounds(part: str, held: Any) -> Any:
+    """``part`` of an `EnvSpec`, whose arrays may have been noted before they had bounds."""
+    without: dict[str, Any] = {"low": [], "high": []}
+    if part == "action" and isinstance(held, dict):
+        return {**without, **held}
+    if part == "observation" and isinstance(held, dict):
+        return {key: {**without, **spec} for key, spec in held.items()}
+    return held
 
 
 def settings_of(agent: Agent) -> dict[str, Any] | None:

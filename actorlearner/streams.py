@@ -46,13 +46,15 @@ class StreamLedger:
 
         Args:
             num_streams: over all workers.
-            record_actions: keep the actions of the current episodes, and the last observations.
+            record_actions: keep the actions of the current episodes, the last observations, and
+                what recurrent policies remember.
         """
         self._record_actions = record_actions
         self._sequence = [-1] * num_streams
         self._episode = [0] * num_streams
         self._actions: list[list[Array]] = [[] for _ in range(num_streams)]
         self._observation: list[dict[str, Array]] = [{} for _ in range(num_streams)]
+        self._policy_state: list[dict[str, Array]] = [{} for _ in range(num_streams)]
 
     def note(self, unroll: Unroll) -> None:
         """Follow the streams of ``unroll`` to its end."""
@@ -70,11 +72,15 @@ class StreamLedger:
                 self._observation[stream] = {
                     key: array[-1, column].copy() for key, array in unroll.observation.items()
                 }
+                self._policy_state[stream] = {
+                    name: array[column].copy() for name, array in unroll.policy_state.items()
+                }
 
     def _begin(self, stream: int, episode: int) -> None:
         self._episode[stream] = episode
         self._actions[stream] = []
         self._observation[stream] = {}
+        self._policy_state[stream] = {}
 
     def going_on(self, streams: Sequence[int]) -> tuple[int, tuple[StreamState, ...]]:
         """For a worker that goes on with ``streams``: its first sequence, and their states.
@@ -93,24 +99,29 @@ class StreamLedger:
                 self._episode[s],
                 np.array(self._actions[s]),
                 self._observation[s],
+                self._policy_state[s],
             )
             for s in streams
         )
         return last[0] + 1, states
 
     def state_dict(self) -> dict[str, Any]:
-        """Sequence, episode, actions and last observation of each stream."""
+        """Sequence, episode, actions, last observation and policy state of each stream."""
         return {
             "sequence": list(self._sequence),
             "episode": list(self._episode),
             "actions": [np.array(actions) for actions in self._actions],
             "observation": list(self._observation),
+            "policy_state": list(self._policy_state),
         }
 
     def load_state_dict(self, state: Any) -> None:
         """Go back to ``state``; streams that it does not know start at the beginning."""
+        # A checkpoint of before there were recurrent policies has none.
+        remembered = state.get("policy_state", [{}] * len(state["sequence"]))
         for stream in range(min(len(self._sequence), len(state["sequence"]))):
             self._sequence[stream] = state["sequence"][stream]
             self._episode[stream] = state["episode"][stream]
             self._actions[stream] = list(state["actions"][stream])
             self._observation[stream] = dict(state["observation"][stream])
+            self._policy_state[stream] = dict(remembered[stream])

@@ -232,7 +232,7 @@ class Trainer:
         self._tensorboard = tensorboard
         self._sinks = list(sinks)
         self._optimizers: Mapping[str, torch.optim.Optimizer] = {}
-        self._progress = self._new_progress(batch_size=1, warmup_env_steps=0)
+        self._progress = self._new_progress(batch_rows=1, warmup_env_steps=0)
         self._log = RunLog(None)
         self._control = Control(None)
         self._interrupts = Interrupts()
@@ -334,7 +334,7 @@ class Trainer:
         self._publish(launcher, model)
         timeout = 0.0 if self._progress.limiter.owes_an_update() else _WAIT_S
         with self._log.split("gather"):
-            unrolls = launcher.gather(timeout, self._progress.limiter.may_insert)
+            unrolls = launcher.gather(timeout, self._may_insert)
             # In lockstep a round counts as a whole, lest a failure leave half of one to resume.
             for unroll in list(unrolls) if self.settings.lockstep else unrolls:
                 with self._log.split("add"):
@@ -346,6 +346,11 @@ class Trainer:
         self._tell_progress(model)
         while launcher.notes:
             logger.warning(launcher.notes.pop(0))
+
+    def _may_insert(self) -> bool:
+        """Whether workers may go on; a store that can't answer yet is short of what they bring."""
+        store = self._replay_buffer
+        return self._progress.limiter.may_insert() or (store is not None and not store.ready())
 
     def _learn(self, launcher: Launcher, replay_buffer: Store, model: Agent) -> None:
         """Make the updates that are owed; in lockstep all, else until other work may wait."""
@@ -662,19 +667,19 @@ class Trainer:
         warmup = replay_buffer.warmup_env_steps
         owed_rows = max(0, s.total_steps - warmup) * s.samples_per_insert
         replay_buffer.seed(s.seed)
-        replay_buffer.build(env_spec, sample_spec, layout, int(owed_rows / sample_spec.batch_size))
+        replay_buffer.build(env_spec, sample_spec, layout, int(owed_rows / sample_spec.num_rows))
         if s.lockstep and not replay_buffer.save:
             raise SettingError("replay.save=False: lockstep needs the replay in its checkpoints")
         self._replay_buffer = replay_buffer
-        self._progress = self._new_progress(sample_spec.batch_size, warmup)
+        self._progress = self._new_progress(sample_spec.num_rows, warmup)
         self._log = RunLog(s.run_dir, self._tensorboard, self._sinks)
         self._saved_at, self.save_failed, self._in_update = (0, 0), False, False
 
-    def _new_progress(self, batch_size: int, warmup_env_steps: int) -> Progress:
+    def _new_progress(self, batch_rows: int, warmup_env_steps: int) -> Progress:
         s = self.settings
         slack_rows = 2 * s.num_streams * s.unroll_length  # what is usually in flight
         return Progress(
-            SamplesPerInsert(s.samples_per_insert, batch_size, warmup_env_steps, slack_rows),
+            SamplesPerInsert(s.samples_per_insert, batch_rows, warmup_env_steps, slack_rows),
             StreamLedger(s.num_streams, record_actions=s.lockstep),
             s.log_every_env_steps,
             s.evaluate_every_env_steps,

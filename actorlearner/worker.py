@@ -28,6 +28,7 @@ from actorlearner.contracts import (
     NonFiniteError,
     Observation,
     Policy,
+    RecurrentPolicy,
     Snapshot,
     StreamState,
     Unroll,
@@ -98,6 +99,7 @@ class EnvWorker:
         self._start_episodes([state.episode for state in states])
         differ = self._repeat(states)
         if not differ:
+            self._remember(states)
             return
         streams = self.spec.streams
         self.notes.append(
@@ -108,6 +110,16 @@ class EnvWorker:
         # All of them, as there is one sequence for all: its gap says so to whoever stores.
         self._sequence = self.spec.first_sequence + 1
         self._start_episodes([state.episode + 1 for state in states])
+
+    def _remember(self, states: Sequence[StreamState]) -> None:
+        """Bring a recurrent policy to where it stood; new streams have nothing to remember."""
+        if isinstance(self._policy, RecurrentPolicy) and all(s.policy_state for s in states):
+            self._policy.set_state(
+                {
+                    name: np.stack([state.policy_state[name] for state in states])
+                    for name in states[0].policy_state
+                }
+            )
 
     def _start_episodes(self, episodes: Sequence[int]) -> None:
         self.phase = "reset"
@@ -164,6 +176,7 @@ class EnvWorker:
         )
         into.sequence, into.version = self._sequence, snapshot.version
         into.episodes, into.lives = [], []
+        recurrent = self._policy if isinstance(self._policy, RecurrentPolicy) else None
         policy_s = env_s = 0.0
         now = time.perf_counter()
         for key, array in self._observation.items():
@@ -171,6 +184,8 @@ class EnvWorker:
         for row in range(spec.unroll_length):
             self.phase = "the policy"
             observation = {key: array[row] for key, array in into.observation.items()}
+            if recurrent is not None and self._first_B.any():
+                recurrent.reset(self._first_B)
             action_B, extras = self._policy.act(self._stack.over(observation), generator)
             for name, extra in extras.items():
                 into.extras[name][row] = extra
@@ -181,6 +196,9 @@ class EnvWorker:
             env_s -= now - (now := time.perf_counter())
         for key, array in into.observation.items():
             self._observation[key][:] = array[-1]
+        if recurrent is not None:
+            for name, array in recurrent.state().items():
+                into.policy_state[name][:] = array
         self._check_numbers(into)
         into.seconds = {"env": env_s, "policy": policy_s}
         self._sequence += 1
@@ -320,8 +338,10 @@ class EnvWorker:
             begin(column)
         while any(e >= 0 for e in episode):
             stack.push(observation, first_B)
-            first_B[:] = False
             self.phase = "the policy, evaluating"
+            if isinstance(policy, RecurrentPolicy) and first_B.any():
+                policy.reset(first_B)
+            first_B[:] = False
             action, _ = policy.act(stack.over(observation), generator)
             self.phase = "step of an evaluation episode"
             for column, number in enumerate(episode):

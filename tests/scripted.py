@@ -25,6 +25,9 @@ ENV_SPEC = EnvSpec(
 EXTRAS = {name: ArraySpec((), "float32") for name in ("action_value", "greedy_value")}
 """What the policy notes of every row: see `scripted_values`."""
 
+LATENTS = {"latent": ArraySpec((2,), "int16")}
+"""What it notes besides: see `scripted_latent`."""
+
 
 def stacked_spec(stack: int) -> EnvSpec:
     """`ENV_SPEC` with ``where`` in stacks of ``stack`` and ``step`` in smaller ones, if any."""
@@ -53,6 +56,11 @@ def scripted_values(stream: int, episode: int, step: int) -> tuple[float, float]
     """What the policy thinks there of its action, and of the best one."""
     number = 5 * stream + 3 * episode + 7 * step
     return number % 13 / 4 - 1, number % 17 / 4 - 2
+
+
+def scripted_latent(stream: int, episode: int, step: int) -> tuple[int, int]:
+    """What the policy remembers there."""
+    return 1000 * stream + episode, -step
 
 
 @dataclass
@@ -107,7 +115,7 @@ class ScriptedWorker:
 
     def unroll(self) -> Unroll:
         """The next unroll; one that isn't added to a store is a gap in its streams."""
-        specs = Unroll.layout(ENV_SPEC, self.unroll_length, len(self.streams), EXTRAS)
+        specs = Unroll.layout(ENV_SPEC, self.unroll_length, len(self.streams), EXTRAS | LATENTS)
         arrays = {name: spec.zeros() for name, spec in specs.items()}
         unroll = Unroll.from_arrays(self.worker, self.streams, arrays)
         for column, (stream, place) in enumerate(zip(self.streams, self._places, strict=True)):
@@ -129,6 +137,7 @@ class ScriptedWorker:
         values = scripted_values(stream, place.episode, place.step)
         for name, value in zip(EXTRAS, values, strict=True):
             unroll.extras[name][row, column] = value
+        unroll.extras["latent"][row, column] = scripted_latent(stream, place.episode, place.step)
         if place.at_end:
             # An action that must be ignored, so that a test sees it if it isn't.
             unroll.action[row, column] = NUM_ACTIONS - 1

@@ -27,6 +27,8 @@ FLOORS = {
     "schedules": 1,
     "networks": 1,
     "value_heads": 1,
+    "distributions": 1,
+    "optim": 1,
     "joint_actions": 1,
     "sum_tree": 1,
     "memory": 1,
@@ -61,6 +63,8 @@ FLOORS = {
     "launch.local": 3,
     "agents": 3,
     "agents.dqn": 3,
+    "agents.world_model": 3,
+    "agents.dreamer": 3,
     "assembly": 4,
     "runstate": 4,
     "trainer": 4,
@@ -92,6 +96,7 @@ SAME_FLOOR = {
     ("launch._zygote", "launch._child"),
     ("replay", "ring"),  # where it keeps rows
     ("trainer", "assembly"),  # cut out of it
+    ("agents.dreamer", "agents.world_model"),  # cut out of it
     ("plot", "run"),  # errors told plainly
     ("trainer", "runstate"),  # likewise
 }

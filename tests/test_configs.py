@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from actorlearner.agents.dqn import DQNSettings
+from actorlearner.agents.dreamer import DreamerSettings
 from actorlearner.config import Settings, config_dir, resolve
 from actorlearner.envs import EnvSettings
 from actorlearner.evaluate import EvaluationSettings
@@ -27,6 +28,7 @@ CONFIGS = config_dir()
 
 SETTINGS: dict[str, type[Settings]] = {
     "agent/dqn": DQNSettings,
+    "agent/dreamer": DreamerSettings,
     "agent/rainbow": DQNSettings,
     "env/atari": AtariSettings,
     "env/gym": EnvSettings,

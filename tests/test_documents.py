@@ -52,7 +52,7 @@ def test_the_documents_are_there(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Every metric of a short lockstep run with workers, one without lockstep, and a game."""
+    """Every metric of a lockstep run with workers, one without lockstep, a game, a Dreamer."""
     names: set[str] = set()
     often = "trainer.evaluate_every_env_steps=100"
     for more in (
@@ -64,7 +64,14 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         run_dir = tmp_path_factory.mktemp("run")
         assert main([*SMALL, f"run_dir={run_dir}", *more]) == 0
         names |= {name for line in metrics(run_dir) for name in line}
-    return names
+    dreamer = (
+        "total_steps=200", "workers=0", "samples_per_insert=4", "trainer.log_every_env_steps=50",
+        "evaluation.episodes=1", "replay.warmup_env_steps=50", "agent.units=8",
+        "agent.deterministic=16", "agent.batch_length=8", "agent.imagine_last=2",
+    )  # fmt: skip
+    run_dir = tmp_path_factory.mktemp("run")
+    assert main(["experiment=cartpole_dreamer", *dreamer, f"run_dir={run_dir}"]) == 0
+    return names | {name for line in metrics(run_dir) for name in line}
 
 
 def documented() -> list[str]:

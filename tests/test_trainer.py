@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import json
 import logging
@@ -16,7 +17,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +27,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from actorlearner import checkpoint, interrupts
+from actorlearner import checkpoint, interrupts, runstate
 from actorlearner.agents.dqn import DQN
 from actorlearner.contracts import (
     BadInput,
@@ -40,7 +41,7 @@ from actorlearner.launch.inline import InlineLauncher
 from actorlearner.launch.local import LocalLauncher
 from actorlearner.replay import ReplayBuffer
 from actorlearner.trainer import Trainer, TrainerSettings
-from tests.tiny import Features, Guess, Regressor, Treadmill
+from tests.tiny import Features, Guess, Regressor, Treadmill, vector_spec
 
 EVALUATION_KEYS = {
     f"evaluation/{name}"
@@ -1479,3 +1480,15 @@ class TestOverlap:
             during = [((spans[:, 0] < at) & (at < spans[:, 1])).any() for at in started]
             assert sum(during) > 0.2 * len(started)
             assert lines[-1]["worker/wait"] > 0.2
+
+
+def test_a_spec_from_before_arrays_had_bounds() -> None:
+    """Their checkpoints stay good."""
+    noted = json.loads(json.dumps(asdict(vector_spec())))
+    older = copy.deepcopy(noted)
+    for spec in (older["action"], *older["observation"].values()):
+        del spec["low"], spec["high"]
+    for part in ("name", "action", "observation"):
+        assert runstate._with_bounds(part, older[part]) == noted[part]
+        assert runstate._with_bounds(part, noted[part]) == noted[part]
+    assert runstate._with_bounds("action", None) is None

@@ -144,6 +144,15 @@ def test_refused_observation_spaces(space, words):
         adapted(space)
 
 
+def test_an_action_has_bounds_where_they_are_finite():
+    space = spaces.Box(np.float32([[-2, 0]]), np.float32([[2, 1.5]]))
+    spec = FlatSpaces.of(space, space, "Spaces").spec
+    assert spec.action == ArraySpec((1, 2), "float32", low=(-2, 0), high=(2, 1.5))
+    assert spec.observation["observation"] == ArraySpec((1, 2), "float32")
+    half = spaces.Box(np.float32([-1, -np.inf]), np.float32([1, 1]))
+    assert FlatSpaces.of(space, half, "Spaces").spec.action == ArraySpec((2,), "float32")
+
+
 def test_refused_action_space():
     with pytest.raises(UnsupportedSpace, match="Spaces: its action space is Text"):
         adapted(BOX, spaces.Text(3))

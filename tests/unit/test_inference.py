@@ -228,7 +228,7 @@ class TestBadObservations:
         policy = load_policy(run)
         two = batched(DICT, [DICT.sample(), DICT.sample()])
         policy.act_batch(two)
-        with pytest.raises(BadInput, match="1 observations after 2; frames are stacked"):
+        with pytest.raises(BadInput, match="1 observations after 2; the policy goes on"):
             policy.act(self.GOOD)
         with pytest.raises(BadInput, match=r"first of shape \(3,\): must be \(2,\)"):
             policy.act_batch(two, np.zeros(3, np.bool_))

@@ -12,11 +12,16 @@ from actorlearner.contracts import ArraySpec, UnsupportedSpace
 from actorlearner.networks import (
     CONVOLUTIONS,
     MLP,
+    BlockLinear,
     DuelingHead,
     Encoder,
     ImageEncoder,
     NoisyLinear,
+    NormedMLP,
     ResidualBlock,
+    RMSNorm,
+    scaled_convolution,
+    scaled_linear,
     signed_sqrt,
 )
 
@@ -428,3 +433,61 @@ class TestDuelingHead:
         layers = [layer for layer in head.modules() if isinstance(layer, torch.nn.Linear)]
         assert len(layers) == 2 + 2 * len(hidden)
         assert {type(layer) for layer in layers} == {NoisyLinear}
+
+
+class TestNormedLayers:
+    def test_block_linear_is_a_layer_with_blocks_on_its_diagonal(self) -> None:
+        layer = BlockLinear(6, 9, 3)
+        torch.nn.init.normal_(layer.bias)
+        dense = torch.zeros(6, 9)
+        for block, weight in enumerate(layer.weight):
+            dense[2 * block : 2 * block + 2, 3 * block : 3 * block + 3] = weight
+        inputs = torch.randn(2, 5, 6)
+        torch.testing.assert_close(layer(inputs), inputs @ dense + layer.bias)
+
+    @pytest.mark.parametrize(
+        ("make", "fan_in"),
+        [
+            (lambda: BlockLinear(512, 1024, 8), 512),  # not 64: A.5 item 7
+            (lambda: scaled_linear(400, 500), 400),
+            (lambda: scaled_convolution(16, 128, 5), 16 * 25),
+        ],
+    )
+    def test_weights_begin_by_the_inputs_of_the_whole_layer(self, make: Any, fan_in: int) -> None:
+        torch.manual_seed(0)
+        layer = make()
+        assert layer.weight.std().item() == pytest.approx(fan_in**-0.5, rel=0.02)
+        assert layer.weight.abs().max().item() <= 2 * 1.1368 * fan_in**-0.5
+        assert not layer.bias.any()
+
+    def test_weights_of_scale_zero_are_zero(self) -> None:
+        assert not scaled_linear(4, 5, scale=0).weight.any()
+        torch.manual_seed(0)
+        small = scaled_linear(400, 500, scale=0.01).weight
+        assert small.std().item() == pytest.approx(0.01 / 20, rel=0.02)
+
+    def test_rms_norm_by_hand_without_a_shift(self) -> None:
+        norm = RMSNorm(4)
+        assert list(norm.state_dict()) == ["weight"]  # A.5 item 7
+        torch.nn.init.normal_(norm.weight)
+        inputs = torch.randn(3, 4)
+        mean_square = (inputs**2).mean(-1, keepdim=True)
+        expected = inputs / (mean_square + 1e-4).sqrt() * norm.weight
+        torch.testing.assert_close(norm(inputs), expected)
+        of_channels = RMSNorm(4, axis=1)
+        of_channels.load_state_dict(norm.state_dict())
+        image = inputs.T.reshape(1, 4, 3, 1)
+        torch.testing.assert_close(of_channels(image), expected.T.reshape(1, 4, 3, 1))
+
+    def test_rms_norm_of_small_numbers_in_half_precision(self) -> None:
+        inputs = torch.full((2, 8), 1e-3, dtype=torch.bfloat16)
+        normed = RMSNorm(8)(inputs)
+        assert normed.dtype == torch.bfloat16
+        torch.testing.assert_close(normed.float(), torch.full((2, 8), 0.0995), rtol=0.02, atol=0)
+
+    def test_layers_norm_then_squash(self) -> None:
+        mlp = NormedMLP(3, [4])
+        inputs = torch.randn(2, 3)
+        normed = RMSNorm(4)(inputs @ mlp[0].weight.T)
+        torch.testing.assert_close(mlp(inputs), normed * torch.sigmoid(normed))
+        assert (mlp.size, NormedMLP(3, []).size) == (4, 3)

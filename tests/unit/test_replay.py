@@ -25,6 +25,7 @@ from actorlearner.contracts import (
     EnvSpec,
     NonFiniteError,
     SampleSpec,
+    SequenceSpec,
     SettingError,
     StreamLayout,
     Unroll,
@@ -32,6 +33,8 @@ from actorlearner.contracts import (
 from actorlearner.replay import ReplayBuffer
 from tests.scripted import (
     ENV_SPEC,
+    EXTRAS,
+    LATENTS,
     ScriptedWorker,
     scripted_action,
     scripted_reward,
@@ -52,12 +55,18 @@ def make_buffer(
     reward_clip=None,
     planned=100,
     stack=1,
+    length=None,
     **more,
 ):
-    """A built buffer of the scripted environment; uniform, 20 unrolls of each stream."""
+    """A built buffer of the scripted environment; uniform, 20 unrolls of each stream.
+
+    Of sequences of ``length``, if there is one.
+    """
     more = {"prioritized": False, "capacity": 20 * num_streams * unroll_length} | more
     buffer = ReplayBuffer(**more)
     spec = SampleSpec(batch_size, n_step=n_step, gamma=GAMMA, reward_clip=reward_clip)
+    if length is not None:
+        spec = SequenceSpec(batch_size, length, LATENTS)
     buffer.build(stacked_spec(stack), spec, StreamLayout(num_streams, unroll_length), planned)
     return buffer
 
@@ -98,10 +107,16 @@ class SlowReplay:
         blocks: ``(rows of the chain, begin, end)``; no rows for the observation behind a chain.
         chains: the newest of each stream.
         highest: the highest priority seen.
+        windows: new sequences, each as its chain and its position there.
     """
 
-    def __init__(self, num_blocks: int, stack: int = 1) -> None:
-        """Room for ``num_blocks`` columns of unrolls, of which stacks of ``stack`` are drawn."""
+    def __init__(self, num_blocks: int, stack: int = 1, length: int | None = None) -> None:
+        """Room for ``num_blocks`` columns of unrolls.
+
+        Stacks of ``stack`` are drawn of them, or sequences of ``length`` rows behind their first.
+        """
+        self.length = length
+        self.windows: deque[tuple[list, int]] = deque()
         self.blocks: deque[tuple[list, int, int]] = deque(maxlen=num_blocks)
         self.chains: dict[int, dict] = {}
         self.highest = 1.0
@@ -112,19 +127,23 @@ class SlowReplay:
         streams = unroll.streams.tolist()
         chains = [self.chains.get(stream) for stream in streams]
         self._end([chain for chain in chains if chain and chain["next"] != unroll.sequence])
+        windows = []
         for column, stream in enumerate(streams):
             chain = self.chains.get(stream)
             if not chain or chain["next"] != unroll.sequence:
                 chain = self.chains[stream] = {"rows": [], "end": []}
             begin = len(chain["rows"])
             for row in range(unroll.num_rows):
-                extras = {name: float(array[row, column]) for name, array in unroll.extras.items()}
+                extras = {name: float(unroll.extras[name][row, column]) for name in EXTRAS}
                 chain["rows"].append(
                     {
                         "where": tuple(unroll.observation["where"][row, column].tolist()),
                         "reward": float(unroll.reward[row, column]),
                         "terminated": bool(unroll.terminated[row, column]),
                         "valid": bool(unroll.valid[row, column]),
+                        "truncated": bool(unroll.truncated[row, column]),
+                        "first": bool(unroll.first[row, column]),
+                        "latent": tuple(unroll.extras["latent"][row, column].tolist()),
                         "end": chain["end"],
                         "priority": self.highest,
                         "waits": True,
@@ -134,6 +153,11 @@ class SlowReplay:
             chain["end"][:] = [tuple(unroll.observation["where"][-1, column].tolist())]
             chain["next"] = unroll.sequence + 1
             self.blocks.append((chain["rows"], begin, len(chain["rows"])))
+            if self.length is not None:
+                ends = range(self.length, len(chain["rows"]), self.length)
+                windows += [(end - begin, column, end) for end in ends if end >= begin]
+        for _, column, end in sorted(windows):
+            self.windows.append((self.chains[streams[column]]["rows"], end - self.length))
 
     def end_all(self) -> None:
         """No stream goes on."""
@@ -159,9 +183,26 @@ class SlowReplay:
             for start in range(begin, end):
                 older = range(start - min(rows[start]["where"][2], self._stack - 1), start)
                 whole = all(i >= 0 and id(rows[i]) in stored for i in older)
-                if rows[start]["valid"] and whole:
+                begins = rows[start]["valid"]
+                if self.length is not None:
+                    begins = start + self.length < len(rows)
+                if begins and whole:
                     found.append((rows, start))
         return found
+
+    def take_windows(self, count: int) -> list[tuple[int, int, int]]:
+        """Where the oldest windows begin, up to ``count``, without those that are there no more."""
+        drawable = {id(rows[start]) for rows, start in self.drawable()}
+        taken = []
+        while self.windows and len(taken) < count:
+            rows, start = self.windows.popleft()
+            if id(rows[start]) in drawable:
+                taken.append(rows[start]["where"])
+        return taken
+
+    def stored_rows(self) -> dict[tuple[int, int, int], dict]:
+        """The rows that are there, by where they are."""
+        return {row["where"]: row for rows, b, e in self.blocks for row in rows[b:e]}
 
     def transitions(self, n: int) -> dict[tuple[int, int, int], Transition]:
         """All that can be drawn, by where they start."""
@@ -306,7 +347,7 @@ class World:
         """Three streams."""
         self._length, self._stack = unroll_length, stack
         self._more = {"batch_size": 4096, "capacity": num_blocks * unroll_length} | more
-        self.twin = SlowReplay(num_blocks, stack)
+        self.twin = SlowReplay(num_blocks, stack, more.get("length"))
         self._seed, self._lives = seed, 0
         self._sequences = [0, 0]
         self._start(3)

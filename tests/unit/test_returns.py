@@ -10,7 +10,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from actorlearner.returns import categorical_projection, n_step, quantile_huber_loss
+from actorlearner.returns import (
+    categorical_projection,
+    lambda_return,
+    n_step,
+    quantile_huber_loss,
+)
 
 
 def slow_n_step(rewards, terminated, inside, gamma):
@@ -234,3 +239,39 @@ def test_the_quantiles_of_the_target_are_where_the_loss_is_least():
     for direction in (-5.0, 5.0):
         moved = quantile_huber_loss(target + direction, level, target)
         assert moved.item() > quantile_huber_loss(target, level, target).item() + 1
+
+
+# ------------------------------------------------------------------------------ lambda-returns
+
+
+def slow_lambda_return(reward, discount, value, lam, t=0):
+    """All n-step returns of one column from row ``t`` on, mixed as their definition says."""
+    total, weight, product, rewards = 0.0, 1.0, 1.0, 0.0
+    for k in range(t, len(reward)):
+        rewards += product * reward[k]
+        product *= discount[k]
+        stops = 1.0 if k == len(reward) - 1 else 1 - lam[k]
+        total += weight * stops * (rewards + product * value[k])
+        weight *= lam[k]
+    return total
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lambda_return_equals_the_slow_twin(seed):
+    generator = np.random.default_rng(seed)
+    shape = int(generator.integers(1, 9)), 3
+    reward, value = generator.normal(size=shape), generator.normal(size=shape)
+    discount = generator.choice([0.0, 0.9, 0.99], shape)
+    lam = generator.choice([0.0, 0.5, 0.95, 1.0], shape)
+    found = lambda_return(*map(torch.from_numpy, (reward, discount, value, lam)))
+    for t, b in np.ndindex(shape):
+        columns = (array[:, b] for array in (reward, discount, value, lam))
+        assert found[t, b].item() == pytest.approx(slow_lambda_return(*columns, t), abs=1e-12)
+
+
+def test_lambda_return_takes_one_lambda_for_all():
+    reward, discount, value = torch.randn(3, 4, 2)
+    every = lambda_return(reward, discount, value, torch.full((4, 2), 0.95))
+    torch.testing.assert_close(lambda_return(reward, discount, value, 0.95), every)
+    one_step = reward + discount * value
+    torch.testing.assert_close(lambda_return(reward, discount, value, 0.0), one_step)
