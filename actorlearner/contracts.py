@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -535,6 +535,7 @@ class Failure:
 # ---------------------------------------------------------------------------------- protocols
 
 
+@runtime_checkable
 class EnvFactory(Protocol):
     """A picklable recipe of an environment.
 
@@ -853,6 +854,10 @@ class MetricSink(Protocol):
         ...
 
 
+RunStatus: TypeAlias = Literal["finished", "failed", "interrupted"]
+"""How a run ended."""
+
+
 class Tracker(MetricSink, Protocol):
     """An experiment tracker: a sink that also takes the configuration.
 
@@ -870,6 +875,10 @@ class Tracker(MetricSink, Protocol):
         Returns:
             The id of the run.
         """
+        ...
+
+    def close(self, status: RunStatus = "finished") -> None:
+        """Flush, tell how the run ended, and close. Idempotent; also after something failed."""
         ...
 
 
@@ -897,6 +906,7 @@ __all__ = [
     "Observation",
     "Policy",
     "PolicyFactory",
+    "RunStatus",
     "SampleSpec",
     "SettingError",
     "Snapshot",

@@ -92,7 +92,6 @@ SAME_FLOOR = {
     ("launch._zygote", "launch._child"),
     ("replay", "ring"),  # where it keeps rows
     ("trainer", "assembly"),  # cut out of it
-    ("plot", "run"),  # errors told plainly
     ("trainer", "runstate"),  # likewise
 }
 """Who imports whom on one floor, and why; each must be needed."""
