@@ -104,7 +104,10 @@ def default_agent() -> Agent:
 def make_callbacks(settings: TrainerSettings) -> list[Callback]:
     """The callbacks that ``trainer.callbacks`` names."""
     key = settings.key("callbacks")
-    return [make(node, key, "after_update", settings.trust) for node in settings.callbacks]
+    return [
+        make(node, f"{key}[{index}]", "after_update", settings.trust)
+        for index, node in enumerate(settings.callbacks)
+    ]
 
 
 def make_tracker(settings: TrainerSettings) -> Tracker | None:

@@ -303,6 +303,14 @@ def find(path: str | Path) -> Path:
     raise CheckpointError(f"{path}: all of its checkpoints are damaged ({len(steps)})")
 
 
+def lies_in(path: str | Path | None, run_dir: str | Path | None) -> bool:
+    """Whether ``path``, as for `find`, is of the run in ``run_dir``; not if one is None."""
+    if path is None or run_dir is None:
+        return False
+    own = Path(path).absolute()
+    return Path(run_dir).absolute() in (own, *own.parents)
+
+
 def refuse_used(run_dir: str | Path, goes_on_from: str | Path | None) -> None:
     """Raise if ``run_dir`` has checkpoints of another run, which would mix with new ones.
 
@@ -313,10 +321,7 @@ def refuse_used(run_dir: str | Path, goes_on_from: str | Path | None) -> None:
     Raises:
         CheckpointError: it has.
     """
-    here = Path(run_dir).absolute()
-    own = None if goes_on_from is None else Path(goes_on_from).absolute()
-    goes_on_here = own is not None and here in (own, *own.parents)
-    if _steps_in(here / _FOLDER) and not goes_on_here:
+    if _steps_in(Path(run_dir) / _FOLDER) and not lies_in(goes_on_from, run_dir):
         raise CheckpointError(
             f"run_dir={run_dir}: holds the checkpoints of another run; go on from them with "
             f"resume={run_dir}, or choose another run_dir"

@@ -11,6 +11,8 @@ import difflib
 import importlib
 import inspect
 import operator
+import sys
+import traceback
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +23,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from actorlearner.contracts import BadInput, SettingError
+from actorlearner.contracts import ActorLearnerError, BadInput, SettingError
 
 SettingsT = TypeVar("SettingsT", bound="Settings")
 
@@ -243,7 +245,10 @@ def make(
     target = settings.pop("target", None)
     if not isinstance(target, str):
         raise SettingError(f"{group}.target={target}: must read package.module:Name")
-    component = resolve(target, trust)
+    try:
+        component = resolve(target, trust)
+    except SettingError as error:
+        raise SettingError(f"{group}: {error}") from error
     if not (isinstance(component, type) and hasattr(component, needs)):
         raise SettingError(f"{group}.target={target}: must be a class with {needs}()")
     try:
@@ -276,3 +281,31 @@ def config_dir() -> Path:
     """The Hydra tree: beside the modules in a wheel, beside the package in a checkout."""
     here = Path(__file__).resolve().parent
     return here / "configs" if (here / "configs").is_dir() else here.parent / "configs"
+
+
+def dotted(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a nested mapping by their dotted keys; an empty mapping is a value."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= dotted(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def told_plainly(job: Callable[[], int]) -> int:
+    """The exit code of ``job``; errors as people want them: a line for what is theirs to mend."""
+    try:
+        return job()
+    except BadInput as error:
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        return 2
+    except ActorLearnerError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130  # before there was anything to save
+    except Exception:
+        traceback.print_exc()
+        return 1

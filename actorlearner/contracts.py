@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import (
     TYPE_CHECKING,
     Any,
+    Literal,
     NamedTuple,
     Protocol,
     TypeAlias,
@@ -638,6 +639,7 @@ class Failure:
 # ---------------------------------------------------------------------------------- protocols
 
 
+@runtime_checkable
 class EnvFactory(Protocol):
     """A picklable recipe of an environment.
 
@@ -1000,6 +1002,10 @@ class MetricSink(Protocol):
         ...
 
 
+RunStatus: TypeAlias = Literal["finished", "failed", "interrupted"]
+"""How a run ended."""
+
+
 class Tracker(MetricSink, Protocol):
     """An experiment tracker: a sink that also takes the configuration.
 
@@ -1017,6 +1023,10 @@ class Tracker(MetricSink, Protocol):
         Returns:
             The id of the run.
         """
+        ...
+
+    def close(self, status: RunStatus = "finished") -> None:
+        """Flush, tell how the run ended, and close. Idempotent; also after something failed."""
         ...
 
 
@@ -1046,6 +1056,7 @@ __all__ = [
     "PolicyFactory",
     "RecurrentPolicy",
     "RecurrentPolicyFactory",
+    "RunStatus",
     "SampleSpec",
     "SequenceBatch",
     "SequenceSpec",

@@ -11,7 +11,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec as GymnasiumSpec
@@ -186,6 +186,19 @@ class GymEnvFactory:
     terminal_on_life_loss: bool = False
     info_metrics: tuple[str, ...] = INFO_METRICS
 
+    @overload
+    @classmethod
+    def of(
+        cls,
+        env: str | GymnasiumSpec,
+        kwargs: Mapping[str, Any] | None = None,
+        imports: tuple[str, ...] = (),
+        *,
+        vector: Callable[[int], GymVectorEnv] | None = None,
+        info_metrics: Sequence[str] = INFO_METRICS,
+    ) -> GymEnvFactory: ...
+
+    @overload
     @classmethod
     def of(
         cls,
@@ -195,8 +208,21 @@ class GymEnvFactory:
         *,
         vector: Callable[[int], GymVectorEnv] | None = None,
         info_metrics: Sequence[str] = INFO_METRICS,
-    ) -> GymEnvFactory:
-        """The recipe of an id, spec, class or callable; a recipe is taken as it is.
+    ) -> EnvFactory: ...
+
+    @classmethod
+    def of(
+        cls,
+        env: EnvLike,
+        kwargs: Mapping[str, Any] | None = None,
+        imports: tuple[str, ...] = (),
+        *,
+        vector: Callable[[int], GymVectorEnv] | None = None,
+        info_metrics: Sequence[str] = INFO_METRICS,
+    ) -> EnvFactory:
+        """The recipe of an id, spec, class or callable, a `GymEnvFactory`.
+
+        A recipe (any `contracts.EnvFactory`) is taken as it is, and alone.
 
         Args:
             env: makes one environment.
@@ -207,9 +233,14 @@ class GymEnvFactory:
             info_metrics: see `contracts.EnvFactory`.
 
         Raises:
-            BadInput: no such id, or not an environment at all.
+            BadInput: no such id, or not an environment at all; or more than a recipe.
         """
-        if isinstance(env, GymEnvFactory):
+        if isinstance(env, EnvFactory) and not isinstance(env, type):
+            if kwargs or imports or vector or tuple(info_metrics) != INFO_METRICS:
+                raise BadInput(
+                    f"env={env.name}: a recipe is taken as it is; give kwargs, imports, vector and "
+                    "info_metrics where it is made"
+                )
             return env
         for module in imports:
             _import(module, "imports")

@@ -66,6 +66,14 @@ def summarise(result: EvaluationResult) -> dict[str, float]:
     }
 
 
+def forget_films(run_dir: Path, env_steps: int) -> None:
+    """Delete the films of evaluations after ``env_steps``, to which a run has gone back."""
+    for film in (run_dir / "videos").glob("step_*_episode_*.gif"):
+        step = film.name.split("_")[1]
+        if step.isdecimal() and int(step) > env_steps:
+            film.unlink()
+
+
 def write_films(result: EvaluationResult, run_dir: Path) -> None:
     """Write the films of ``result`` as ``videos/step_NNNNNNNNNNNN_episode_I.gif``.
 

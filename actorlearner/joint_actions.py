@@ -36,7 +36,12 @@ class JointActions:
         """Int64 ``[B]`` of actions ``[B, *shape]``."""
         if self._spec.is_discrete:
             return action
-        return (action.flatten(1) * torch.tensor(self._places, device=action.device)).sum(1)
+        # Place by place, as a tensor of the places would have to be sent to the device each time.
+        parts = action.flatten(1).long().unbind(1)
+        number_B = torch.zeros_like(parts[0])
+        for part_B, place in zip(parts, self._places, strict=True):
+            number_B += place * part_B
+        return number_B
 
     def action(self, number_B: NDArray[np.int64]) -> Array:
         """Actions ``[B, *shape]`` of int64 ``[B]``, in the dtype of the spec."""

@@ -46,9 +46,10 @@ def _left(root: Path, path: str, limit_name: str, usage_name: str) -> int:
                 statistics = dict(
                     line.split() for line in (group / "memory.stat").read_text().splitlines()
                 )
-            except OSError:  # the root of all groups has none of these
+            except (OSError, ValueError):  # the root of all groups has none of these
                 continue
             if limit != "max":
-                cache = int(statistics.get("total_inactive_file", statistics["inactive_file"]))
+                own_cache = statistics.get("inactive_file", 0)
+                cache = int(statistics.get("total_inactive_file", own_cache))
                 left = min(left, int(limit) - usage + cache)
     return left

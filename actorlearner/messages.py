@@ -47,14 +47,15 @@ class Messages:
         self._own.append(handler)
         _PACKAGE.addHandler(handler)
 
-    def to_file(self, path: Path) -> None:
-        """Append all messages to ``path``, also those that came before."""
-        file = logging.FileHandler(path, encoding="utf-8")
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        self._early.setTarget(file)
+    def to_file(self, path: Path | None) -> None:
+        """Append all messages to ``path``, also those that came before; None for no file."""
+        if path is not None:
+            file = logging.FileHandler(path, encoding="utf-8")
+            file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            self._early.setTarget(file)
+            self._add(file)
         self._early.close()
         _PACKAGE.removeHandler(self._early)
-        self._add(file)
 
     def __exit__(
         self,

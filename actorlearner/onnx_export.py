@@ -103,20 +103,22 @@ def _write(greedy: nn.Module, example: Observation, path: Path) -> None:
     exporter = logging.getLogger("torch.onnx")
     level = exporter.level
     exporter.setLevel(logging.ERROR)  # it tells of every package that it could use and has not
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            greedy,
-            (_tensors(example),),
-            path,
-            input_names=list(example),
-            output_names=["values", "action"],
-            dynamic_shapes=([{0: batch} for _ in example],),
-            dynamo=True,
-            external_data=False,
-            verbose=False,
-        )
-    exporter.setLevel(level)
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                greedy,
+                (_tensors(example),),
+                path,
+                input_names=list(example),
+                output_names=["values", "action"],
+                dynamic_shapes=([{0: batch} for _ in example],),
+                dynamo=True,
+                external_data=False,
+                verbose=False,
+            )
+    finally:
+        exporter.setLevel(level)
 
 
 def _compare(greedy: nn.Module, path: Path, trials: list[Observation]) -> None:

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +27,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from omegaconf import OmegaConf
 
+from actorlearner.config import told_plainly
 from actorlearner.contracts import BadInput
-from actorlearner.run import told_plainly
 
 METRIC = "evaluation/return_mean"
 """What is drawn if nothing else is asked for."""
@@ -157,7 +159,8 @@ def group_runs(runs: Sequence[Run], by: Sequence[str] = BY) -> dict[str, list[Ru
 
     Args:
         runs: to be grouped.
-        by: dotted keys; runs of Python scripts, which have no experiment, go by their directory.
+        by: dotted keys; runs of Python scripts, which have none of them, go by their directory,
+            or by that above if theirs is called as a seed: ``3``, ``seed_3`` or ``seed=3``.
 
     Raises:
         BadInput: no run has one of the settings.
@@ -166,11 +169,16 @@ def group_runs(runs: Sequence[Run], by: Sequence[str] = BY) -> dict[str, list[Ru
         if key not in BY and all(run.setting(key) is None for run in runs):
             raise BadInput(f"--by {key}: no run has this setting, as in their config.yaml")
 
+    def is_unnamed(run: Run) -> bool:
+        return all(run.setting(key) is None for key in by)
+
+    places = {run.path: _without_seed(run.path) for run in runs if is_unnamed(run)}
+    above = Path(os.path.commonpath([place.parent for place in places.values()] or [Path()]))
+
     def values(run: Run) -> tuple[str, ...]:
-        found = [run.setting(key) for key in by]
-        if all(value is None for value in found):
-            return (run.path.name, *("" for _ in by[1:]))
-        return tuple(map(str, found))
+        if run.path in places:
+            return (str(places[run.path].relative_to(above)), *("" for _ in by[1:]))
+        return tuple(str(run.setting(key)) for key in by)
 
     def label(group: tuple[str, ...]) -> str:
         parts = [
@@ -186,6 +194,12 @@ def group_runs(runs: Sequence[Run], by: Sequence[str] = BY) -> dict[str, list[Ru
     differ = [len(set(column)) > 1 for column in zip(*grouped, strict=True)]
     differ[0] |= not any(differ)
     return {label(group): members for group, members in sorted(grouped.items())}
+
+
+def _without_seed(path: Path) -> Path:
+    """The absolute ``path`` of a run, without a last part that only tells the seed."""
+    path = path.resolve()
+    return path.parent if re.fullmatch(r"(seed[_=])?\d+", path.name) else path
 
 
 # ----------------------------------------------------------------------------------------- curves

@@ -13,8 +13,7 @@ import os
 import re
 import shlex
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from datetime import datetime
@@ -29,8 +28,8 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from actorlearner.config import Settings, config_dir, make, unknown_key
-from actorlearner.contracts import ActorLearnerError, BadInput, CheckpointError
+from actorlearner.config import Settings, config_dir, dotted, make, told_plainly, unknown_key
+from actorlearner.contracts import BadInput, CheckpointError
 from actorlearner.launch.local import start_processes
 
 logger = logging.getLogger("actorlearner.run")  # whose __name__ is __main__ as a command
@@ -38,6 +37,7 @@ logger = logging.getLogger("actorlearner.run")  # whose __name__ is __main__ as 
 _GROUPS = ("env", "agent", "replay", "evaluation", "launch", "tracking", "trainer", "experiment")
 _THROUGH_HYDRA = ("-m", "--multirun", "-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info")
 _VERSION_BASE = "1.3"
+_OPTIONAL = ("tracking", "experiment")  # groups of which null chooses nothing
 _PATHS = ("run_dir", "resume", "ckpt")
 
 
@@ -68,23 +68,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return told_plainly(lambda: _run(compose(arguments)))
 
 
-def told_plainly(job: Callable[[], int]) -> int:
-    """The exit code of ``job``; errors as people want them: a line for what is theirs to mend."""
-    try:
-        return job()
-    except BadInput as error:
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
-        return 2
-    except ActorLearnerError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    except KeyboardInterrupt:
-        return 130  # before there was anything to save
-    except Exception:
-        traceback.print_exc()
-        return 1
-
-
 def _through_hydra(arguments: list[str]) -> int:
     """Multirun, ``--help`` and ``--cfg``."""
     codes = [0]
@@ -96,7 +79,7 @@ def _through_hydra(arguments: list[str]) -> int:
         sources = own.runtime.config_sources
         dirs = [f"--config-dir={s.path}" for s in sources if s.provider == "command-line"]
         os.chdir(own.runtime.cwd)  # paths are relative to it, whatever hydra.job.chdir says
-        overrides = [_unescaped_path(override) for override in own.overrides.task]
+        overrides = [_from_hydra(_unescaped_path(override)) for override in own.overrides.task]
         logger.info("Run %d: %s", own.job.num, " ".join(overrides))
         codes.append(told_plainly(lambda: _run(compose([*dirs, *overrides]))))
         if codes[-1] >= 128:
@@ -104,7 +87,7 @@ def _through_hydra(arguments: list[str]) -> int:
 
     # argparse wants all settings in a row.
     arguments = sorted(arguments, key=lambda a: "=" in a and not a.startswith("-"))
-    sys.argv = ["python -m actorlearner.run", *arguments]
+    sys.argv = ["python -m actorlearner.run", *map(_for_hydra, arguments)]
     decorate = hydra.main(
         version_base=_VERSION_BASE, config_path=str(config_dir()), config_name="config"
     )
@@ -123,15 +106,14 @@ def compose(arguments: Sequence[str]) -> DictConfig:
         path = given.get(key)
         if path not in (None, "auto"):
             return _saved_config(key, Path(str(path)), given)
-    if config_dirs:
-        search = ",".join(f"file://{Path(d).absolute()}" for d in config_dirs)
-        overrides = [*overrides, f"hydra.searchpath=[{search}]"]
+    search = [f"file://{Path(d).absolute()}" for d in config_dirs]
+    places = [f"hydra.searchpath=[{','.join(search)}]"] if search else []
     try:
         with hydra.initialize_config_dir(str(config_dir()), version_base=_VERSION_BASE):
             try:
-                config = hydra.compose("config", overrides)
+                config = hydra.compose("config", [*map(_for_hydra, overrides), *places])
             except (HydraException, ValueError) as error:
-                raise BadInput(_explain(error, given)) from error
+                raise BadInput(_explain(error, given, places)) from error
     except OmegaConfBaseException as error:
         raise BadInput(str(error)) from error
     if config.resume == "auto":
@@ -180,6 +162,18 @@ def _unescaped_path(override: str) -> str:
     return f"{key}={plain}"
 
 
+def _for_hydra(override: str) -> str:
+    """``override`` as Hydra takes it: its ``group=null`` is ``~group``."""
+    key, _, value = override.partition("=")
+    return f"~{key}" if key in _OPTIONAL and value == "null" else override
+
+
+def _from_hydra(override: str) -> str:
+    """Undoes `_for_hydra`."""
+    key = override[1:].partition("=")[0]
+    return f"{key}=null" if override[:1] == "~" and key in _OPTIONAL else override
+
+
 def _parse(overrides: Sequence[str]) -> dict[str, Any]:
     """Key and value of each override."""
     given = {}
@@ -195,35 +189,40 @@ def _parse(overrides: Sequence[str]) -> dict[str, Any]:
     return given
 
 
-def _explain(error: Exception, given: Mapping[str, Any]) -> str:
-    """What is wrong with the command line."""
+def _explain(error: Exception, given: Mapping[str, Any], places: Sequence[str]) -> str:
+    """What is wrong with the command line.
+
+    Args:
+        error: Hydra's.
+        given: key and value of each override.
+        places: the override that names directories with choices of people's own, if any.
+    """
     if isinstance(error, MissingConfigException) and error.options:
         group, _, choice = str(error.missing_cfg_file).partition("/")
         return f"{group}={choice}: there is no such choice; there are: {', '.join(error.options)}"
     for key, value in given.items():
-        if key in _GROUPS and not isinstance(value, str):
+        if key in _GROUPS and not (isinstance(value, str) or (value is None and key in _OPTIONAL)):
             return f"{key}={value}: the name of a choice is needed"
-    choices = [f"{group}={given[group]}" for group in _GROUPS if group in given]
-    known = _dotted_keys(OmegaConf.to_container(hydra.compose("config", choices), resolve=False))
+    choices = [
+        f"~{group}" if given[group] is None else f"{group}={given[group]}"
+        for group in _GROUPS
+        if group in given
+    ]
+    try:
+        config = hydra.compose("config", [*choices, *places])
+    except (HydraException, ValueError):
+        return str(error)
+    known = list(dotted(_unresolved(config)))
     for key in given:
+        if key in _GROUPS:
+            continue
         group = key.partition(".")[0]
         if group in _GROUPS and not any(name.startswith(f"{group}.") for name in known):
             names = ", ".join(sorted(path.stem for path in (config_dir() / group).glob("*.yaml")))
             return f"{key}: has no meaning without a choice of {group}, which are: {names}"
-        if key not in known and key not in _GROUPS and not key.startswith("hydra"):
+        if key not in known and not key.startswith("hydra"):
             return unknown_key(key, known)
     return str(error)
-
-
-def _dotted_keys(tree: Any, prefix: str = "") -> list[str]:
-    """Every leaf of ``tree``; an empty mapping is a leaf."""
-    if not isinstance(tree, dict) or not tree:
-        return [prefix]
-    return [
-        key
-        for name, part in tree.items()
-        for key in _dotted_keys(part, f"{prefix}.{name}" if prefix else str(name))
-    ]
 
 
 def _saved_config(
@@ -247,14 +246,27 @@ def _saved_config(
             f"{where}: was written by a Python script, which alone knows its environment and "
             "agent: use Trainer(checkpoint=...) there"
         )
+    is_evaluation = bool(given.get("eval_only"))
+    saved.run_dir = None if is_evaluation else str(where.parent.parent)
     # A checkpoint may be a stranger's: only who runs it says whom to trust.
     saved.trust = [] if fresh is None else fresh.trust
+    _refuse_resolvers(saved, given, fresh)
+    if is_evaluation:  # which tracks nothing, calls nobody back, and may have no place for films
+        saved.tracking = None
+        OmegaConf.update(saved, "trainer.callbacks", [])
+        if given.get("run_dir") is None:
+            OmegaConf.update(saved, "evaluation.video", False)
     was = OmegaConf.to_container(saved, resolve=True)
-    known = _dotted_keys(OmegaConf.to_container(saved, resolve=False))
+    if "tracking" in given:
+        choice = given["tracking"]
+        saved.tracking = _chosen_tracking(choice) if fresh is None else fresh.get("tracking")
+    known = list(dotted(_unresolved(saved)))
     # How to evaluate may have got settings since.
     evaluation = OmegaConf.load(config_dir() / "evaluation" / "default.yaml")
-    known += _dotted_keys(OmegaConf.to_container(evaluation), "evaluation")
+    known += [f"evaluation.{name!s}" for name in evaluation]
     for name, value in given.items():
+        if name == "tracking":
+            continue
         if name in _GROUPS:
             if fresh is not None and _same_choice(fresh.get(name), saved.get(name), name, given):
                 continue
@@ -265,12 +277,10 @@ def _saved_config(
         if name not in known:
             raise BadInput(unknown_key(name, known))
         OmegaConf.update(saved, name, value)
-    is_evaluation = bool(given.get("eval_only"))
     saved.eval_only, saved.ckpt, saved.resume = is_evaluation, None, None
     saved[key] = str(where)
-    if "run_dir" not in given:
-        saved.run_dir = None if is_evaluation else str(where.parent.parent)
-    elif not is_evaluation and Path(saved.run_dir).absolute() != where.parent.parent:
+    elsewhere = saved.run_dir and Path(saved.run_dir).absolute() != where.parent.parent
+    if elsewhere and not is_evaluation:
         logger.info("going on in another run directory: %s", saved.run_dir)
     _refuse_strange_modules(saved, given, fresh)
     _tell_differences(was, OmegaConf.to_container(saved, resolve=True))
@@ -280,7 +290,7 @@ def _saved_config(
 def _refuse_strange_modules(
     saved: DictConfig, given: Mapping[str, Any], fresh: DictConfig | None
 ) -> None:
-    """Refuse modules that only a checkpoint wants imported, unless whoever runs it trusts them."""
+    """Refuse what only a checkpoint wants imported or told, unless whoever runs it trusts that."""
     trusted = {"actorlearner", *_texts(saved, "trust")}
     own = {} if fresh is None else _modules(fresh)
     for key, names in _modules(saved).items():
@@ -291,6 +301,57 @@ def _refuse_strange_modules(
                     f"{key}={name}: the checkpoint asks to import {package}; "
                     f"add trust=[{package}] if you trust it"
                 )
+    service = _service(saved)
+    is_own = "tracking" in given or (
+        fresh is not None and fresh.get("tracking") == saved.get("tracking")
+    )
+    if service and service not in trusted and not is_own:
+        raise BadInput(
+            f"tracking={service}: the checkpoint asks to send the run's settings and metrics to "
+            f"where it says; add trust=[{service}] if you trust it, or tracking=null"
+        )
+
+
+def _service(config: DictConfig) -> str:
+    """The package by which ``config`` wants the run tracked; "" for none."""
+    module, _, name = str(OmegaConf.select(config, "tracking.target") or "").partition(":")
+    package = module.partition(".")[0]
+    # Those of this package are named as the package of their service.
+    own = name.removesuffix("Tracker").lower() or name
+    return own if package == "actorlearner" else package
+
+
+def _refuse_resolvers(
+    saved: DictConfig, given: Mapping[str, Any], fresh: DictConfig | None
+) -> None:
+    """Refuse all of a checkpoint but references to its own keys: the rest reads this machine."""
+    own = {} if fresh is None else dotted(_unresolved(fresh))
+    for key, value in dotted(_unresolved(saved)).items():
+        strange = "${" in re.sub(r"\$\{[\w.\[\]-]+\}", "", str(value))
+        if strange and key in given:
+            OmegaConf.update(saved, key, None)  # to be replaced, and not to be read before
+        elif strange and own.get(key) != value:
+            raise BadInput(
+                f"{key}={value}: a checkpoint may refer to its own settings only, as ${{seed}} "
+                f"does; give {key}=... yourself"
+            )
+
+
+def _unresolved(config: DictConfig) -> dict[str, Any]:
+    tree: dict[str, Any] = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]
+    return tree
+
+
+def _chosen_tracking(choice: Any) -> Any:
+    """The settings of a choice of ``tracking``; None for null."""
+    if choice is None:
+        return None
+    choices = {path.stem: path for path in sorted((config_dir() / "tracking").glob("*.yaml"))}
+    if choice not in choices:
+        raise BadInput(
+            f"tracking={choice}: there is no such choice; there are: {', '.join(choices)}, null"
+        )
+    return OmegaConf.load(choices[choice])
 
 
 def _modules(config: DictConfig) -> dict[str, list[str]]:
@@ -322,7 +383,7 @@ def _tell_differences(was: Any, now: Any, prefix: str = "") -> None:
         if key in ("resume", "ckpt", "eval_only", "run_dir"):
             continue
         if isinstance(now[name], dict):
-            _tell_differences(was.get(name, {}), now[name], f"{key}.")
+            _tell_differences(was.get(name) or {}, now[name], f"{key}.")
         elif was.get(name) != now[name]:
             logger.info("changed: %s %s -> %s", key, was.get(name), now[name])
 
@@ -363,25 +424,30 @@ def _build_and_run(config: DictConfig, tree: Mapping[str, Any], command: Command
 
 def _train(trainer: Any, factory: Any, replay_buffer: Any, agent: Any) -> int:
     run_dir, command = trainer.settings.run_dir, "python -m actorlearner.run"
-    trusted = _trust_again(trainer)
+    trusted = _trusted(trainer)
     try:
         trainer.fit(factory, replay_buffer, agent)
     except (KeyboardInterrupt, SystemExit) as error:
         if not trainer.is_saved:
             return 1
-        logger.info("Saved. To go on: %s %s", command, shlex.join([f"resume={run_dir}", *trusted]))
+        again = [f"resume={run_dir}", *_trust_again([*trusted, _service(trainer.config)])]
+        logger.info("Saved. To go on: %s %s", command, shlex.join(again))
         return int(error.code or 0) if isinstance(error, SystemExit) else 130
-    again = shlex.join([f"ckpt={run_dir}", *trusted])
-    logger.info("To evaluate again: %s --eval-only %s", command, again)
+    again = [f"ckpt={run_dir}", *_trust_again(trusted)]
+    logger.info("To evaluate again: %s --eval-only %s", command, shlex.join(again))
     return 3 if trainer.save_failed or trainer.log_failed else 0
 
 
-def _trust_again(trainer: Any) -> list[str]:
-    """The argument that trusts what this run imports: its checkpoints can't vouch for that."""
+def _trusted(trainer: Any) -> list[str]:
+    """The packages that this run trusts or imports: its checkpoints can't vouch for them."""
     imported = [name for names in _modules(trainer.config).values() for name in names]
-    packages = [name.partition(".")[0] for name in imported]
-    trusted = dict.fromkeys([*trainer.settings.trust, *packages])
-    return [f"trust=[{','.join(trusted)}]"] if trusted else []
+    return [*trainer.settings.trust, *(name.partition(".")[0] for name in imported)]
+
+
+def _trust_again(packages: Sequence[str]) -> list[str]:
+    """The argument that trusts ``packages``, if any."""
+    named = dict.fromkeys(package for package in packages if package)
+    return [f"trust=[{','.join(named)}]"] if named else []
 
 
 def _evaluate(trainer: Any, factory: Any, agent: Any) -> int:

@@ -9,14 +9,22 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
-from actorlearner.contracts import BadInput, EvaluationResult, MetricSink, Tracker, Unroll
-from actorlearner.evaluate import summarise, write_films
+from actorlearner.contracts import (
+    BadInput,
+    EvaluationResult,
+    MetricSink,
+    RunStatus,
+    Tracker,
+    Unroll,
+)
+from actorlearner.evaluate import forget_films, summarise, write_films
 from actorlearner.metrics import (
     ConsoleMode,
     ConsoleSink,
@@ -78,6 +86,7 @@ class RunLog:
         self._own: list[MetricSink] = []
         self._console: ConsoleSink | None = None
         self._tracker: Tracker | None = None
+        self._lost: Tracker | None = None  # one that failed
         self._tracked = {"by": "", "id": ""}
         self._wall_before = 0.0  # seconds, of the runs that this one goes on from
         self._opened_at = self._lines_since = time.perf_counter()
@@ -113,6 +122,8 @@ class RunLog:
                 raise BadInput(f"run_dir={self._run_dir}: {error.strerror}") from error
             for name, text in texts.items():
                 (self._run_dir / name).write_text(text)
+            if resumes:
+                forget_films(self._run_dir, env_steps)
             self._own.append(
                 JsonLinesSink(self._run_dir / "metrics.jsonl", env_steps if resumes else None)
             )
@@ -125,10 +136,17 @@ class RunLog:
         self._own.append(self._console)
         self._lines_since = time.perf_counter()
 
-    def track(self, tracker: Tracker, config: Mapping[str, Any]) -> None:
-        """Send metrics to ``tracker``, too, to the run there that a checkpoint told of if any."""
+    def track(self, tracker: Tracker, config: Mapping[str, Any], goes_on_here: bool) -> None:
+        """Send metrics to ``tracker``, too.
+
+        Args:
+            tracker: not started yet.
+            config: the whole configuration, nested.
+            goes_on_here: whether this goes on from a checkpoint of this run directory, and so in
+                the run there that the checkpoint tells of; else two would be mixed in it.
+        """
         by = type(tracker).__qualname__
-        run_id = self._tracked["id"] if self._tracked["by"] == by else None
+        run_id = self._tracked["id"] if goes_on_here and self._tracked["by"] == by else None
         self._tracker = tracker
         started = self._try_tracker(tracker.start, config, self._run_dir, run_id)
         if self._tracker is not None:
@@ -144,7 +162,7 @@ class RunLog:
                 "%s failed and gets no more metrics, training goes on: %s: %s",
                 type(self._tracker).__name__, type(error).__name__, error,
             )  # fmt: skip
-            self._tracker, self.failed = None, True
+            self._tracker, self._lost, self.failed = None, self._tracker, True
 
     def note(self, unroll: Unroll, updates: int) -> None:
         """Take in what ``unroll`` tells; ``updates`` are those made when it arrived."""
@@ -247,14 +265,17 @@ class RunLog:
         """Seconds that the run has taken, with the runs that it goes on from."""
         return self._wall_before + time.perf_counter() - self._opened_at
 
-    def close(self) -> None:
-        """Close what was opened here. Idempotent."""
+    def close(self, status: RunStatus = "finished") -> None:
+        """Close what was opened here; the tracker is told ``status``. Idempotent."""
         for sink in self._own:
             self._try(sink.close)
         self._own, self._console = [], None
         if self._tracker is not None:
-            self._try_tracker(self._tracker.close)
-            self._tracker = None
+            self._try_tracker(self._tracker.close, status)
+        elif self._lost is not None:
+            with suppress(Exception):  # its failure was told
+                self._lost.close(status)
+        self._tracker = self._lost = None
 
     def state_dict(self) -> dict[str, Any]:
         """The episodes, and where the lines stand."""

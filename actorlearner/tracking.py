@@ -6,14 +6,18 @@ run goes on when the run goes on.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from actorlearner.config import Settings, optional_library
+from actorlearner.config import Settings, dotted, optional_library
+from actorlearner.contracts import RunStatus
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +73,10 @@ class WandbTracker:
         """See `contracts.MetricSink`."""
         self._run.log({"env_steps": step, **metrics})
 
-    def close(self) -> None:
-        """See `contracts.MetricSink`."""
+    def close(self, status: RunStatus = "finished") -> None:
+        """See `contracts.Tracker`; for W&B, what was interrupted has failed."""
         if self._run is not None:
-            self._run.finish()
+            self._run.finish(exit_code=int(status != "finished"))
         self._run = None
 
 
@@ -94,6 +98,7 @@ class MlflowTracker:
     """Metrics to MLflow, over env steps; the configuration as parameters."""
 
     _MOST_PARAMETERS = 100  # of one request
+    _STATUS: ClassVar = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
     _LONGEST_VALUE = 500  # characters of a parameter that every store takes
 
     def __init__(self, **settings: Any) -> None:
@@ -114,8 +119,7 @@ class MlflowTracker:
         """See `contracts.Tracker`."""
         s = self.settings
         self._client = self._mlflow.MlflowClient(s.uri)
-        if run_id is not None:
-            self._client.update_run(run_id, status="RUNNING")
+        if run_id is not None and self._reopen(run_id):
             self._run_id = run_id
             return run_id
         found = self._client.get_experiment_by_name(s.experiment)
@@ -124,12 +128,23 @@ class MlflowTracker:
         self._run_id = run.info.run_id
         parameters = [
             self._mlflow.entities.Param(key, str(value)[: self._LONGEST_VALUE])
-            for key, value in _flat(config).items()
+            for key, value in dotted(config).items()
         ]
         for begin in range(0, len(parameters), self._MOST_PARAMETERS):
             part = parameters[begin : begin + self._MOST_PARAMETERS]
             self._client.log_batch(self._run_id, params=part)
         return self._run_id
+
+    def _reopen(self, run_id: str) -> bool:
+        """Whether there is such a run, which now is going on."""
+        try:
+            self._client.update_run(run_id, status="RUNNING")
+        except self._mlflow.exceptions.MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            logger.warning("MLflow knows no run %s; a new one begins", run_id)
+            return False
+        return True
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `contracts.MetricSink`; characters that MLflow refuses in names become ``_``."""
@@ -142,23 +157,12 @@ class MlflowTracker:
             ],
         )
 
-    def close(self) -> None:
-        """See `contracts.MetricSink`."""
-        if self._client is not None:
-            self._client.set_terminated(self._run_id)
+    def close(self, status: RunStatus = "finished") -> None:
+        """See `contracts.Tracker`."""
+        if self._client is not None and self._run_id:
+            self._client.set_terminated(self._run_id, self._STATUS[status])
         self._client = None
 
 
 def _name_of(run_dir: Path | None) -> str | None:
     return None if run_dir is None else "/".join(run_dir.parts[-2:])
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys to values."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat

@@ -518,6 +518,7 @@ class Trainer:
         factory = GymEnvFactory.of(env)
         alone = replace(self.settings, workers=0, envs_per_worker=1)
         self._log = RunLog(None)
+        seed_everything(alone.seed)  # an environment may draw from global generators
         with learner_threads(alone), make_launcher(alone, None) as launcher:
             self._env_spec = launcher.probe(factory, alone.evaluation.render_mode)
             model.build(self._env_spec)
@@ -625,10 +626,9 @@ class Trainer:
             model.to(self.device, self.dtype)
             self._optimizers = model.configure_optimizers()
             self.load_checkpoint(model)
-            stack.callback(self._log.close)
+            stack.push(self._close_log)
             self._log.open(s.total_steps, s.console, self._config_texts(), self._resume_point())
-            if s.run_dir is not None:
-                messages.to_file(s.run_dir / "run.log")
+            messages.to_file(None if s.run_dir is None else s.run_dir / "run.log")
             self._track(model, tracker)
             self.set_attributes_to_model(model)  # now with a writer, and where a resume stands
             self._control = Control(s.run_dir)
@@ -650,7 +650,10 @@ class Trainer:
                     logger.warning(
                         "%s: saving and closing", "interrupted" if is_signal else "failed"
                     )
-                    self._save(model)
+                    try:
+                        self._save(model)
+                    except Exception:  # of a callback, say: what came first is to be told
+                        logger.exception("saving failed, too")
                 raise
             finally:
                 self._running_launcher = None
@@ -702,7 +705,12 @@ class Trainer:
             return
         config: dict[str, Any] = OmegaConf.to_container(self._whole_config(), resolve=True)  # type: ignore[assignment]
         config.setdefault("agent", settings_of(model))
-        self._log.track(tracker, config)
+        is_same_run = checkpoint.lies_in(self.checkpoint, self.settings.run_dir)
+        self._log.track(tracker, config, is_same_run)
+
+    def _close_log(self, kind: type[BaseException] | None, *_: Any) -> None:
+        is_signal = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit)
+        self._log.close("finished" if kind is None else "interrupted" if is_signal else "failed")
 
     def _tell_progress(self, model: Agent) -> None:
         for name, value in (

@@ -186,7 +186,7 @@ class EnvWorker:
             observation = {key: array[row] for key, array in into.observation.items()}
             if recurrent is not None and self._first_B.any():
                 recurrent.reset(self._first_B)
-            action_B, extras = self._policy.act(self._stack.over(observation), generator)
+            action_B, extras = self._act(self._policy, observation, self._stack, generator)
             for name, extra in extras.items():
                 into.extras[name][row] = extra
             policy_s -= now - (now := time.perf_counter())
@@ -202,6 +202,24 @@ class EnvWorker:
         self._check_numbers(into)
         into.seconds = {"env": env_s, "policy": policy_s}
         self._sequence += 1
+
+    def _act(
+        self,
+        policy: Policy,
+        observation: Observation,
+        stack: FrameStack,
+        generator: np.random.Generator,
+    ) -> tuple[Array, dict[str, Array]]:
+        """What ``policy`` does; where it can't, because the observation is at fault, that is told.
+
+        Raises:
+            BadInput: a categorical observation is none of its categories.
+        """
+        try:
+            return policy.act(stack.over(observation), generator)
+        except Exception:
+            self._check_categories(observation)
+            raise
 
     def _fill(self, row: int, action_B: Array, into: Unroll) -> None:
         """One row: a step, or a reset, of every stream."""
@@ -254,7 +272,7 @@ class EnvWorker:
 
     def _check_numbers(self, unroll: Unroll) -> None:
         self.phase = "step"
-        self._check_categories(unroll)
+        self._check_categories(unroll.observation)
         fields = {f"observation {key!r}": array for key, array in unroll.observation.items()}
         for name, array in {**fields, "reward": unroll.reward}.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
@@ -266,11 +284,12 @@ class EnvWorker:
                     "finite numbers"
                 )
 
-    def _check_categories(self, unroll: Unroll) -> None:
+    def _check_categories(self, observation: Observation) -> None:
+        """Of one row (``[B, ...]``) or of several (``[T, B, ...]``)."""
         for key, spec in self.spec.env_spec.observation.items():
             if not spec.categories:
                 continue
-            array = unroll.observation[key]
+            array = observation[key]
             limits = np.array(spec.categories).reshape(spec.shape)
             if array.min(initial=0) < 0 or (array >= limits).any():
                 index = tuple(np.argwhere((array < 0) | (array >= limits))[0])
@@ -285,8 +304,9 @@ class EnvWorker:
     def evaluate(self, snapshot: Snapshot, request: EvaluationRequest) -> EvaluationResult:
         """Greedy episodes with raw rewards; training environments are not touched.
 
-        Episode ``i`` starts from a seed of its own, so the result depends neither on how many
-        environments step together nor on earlier evaluations. A life loss ends nothing.
+        Episode ``i`` starts from a seed of its own. So the result depends neither on how many
+        environments step together nor on earlier evaluations, if the policy leaves nothing to
+        chance. A life loss ends nothing.
 
         Args:
             snapshot: acts throughout.
@@ -342,7 +362,7 @@ class EnvWorker:
             if isinstance(policy, RecurrentPolicy) and first_B.any():
                 policy.reset(first_B)
             first_B[:] = False
-            action, _ = policy.act(stack.over(observation), generator)
+            action, _ = self._act(policy, observation, stack, generator)
             self.phase = "step of an evaluation episode"
             for column, number in enumerate(episode):
                 if number < 0:

@@ -25,9 +25,9 @@ import torch
 from omegaconf import OmegaConf
 
 import actorlearner
-from actorlearner.config import make
+from actorlearner.config import make, told_plainly
 from actorlearner.contracts import Array, ArraySpec, EnvSpec, StreamLayout, Unroll
-from actorlearner.run import compose, told_plainly
+from actorlearner.run import compose
 from actorlearner.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]

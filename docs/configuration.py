@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from actorlearner.agents.dqn import DQNSettings
+from actorlearner.agents.dreamer import DreamerSettings
 from actorlearner.config import Settings, config_dir
 from actorlearner.envs import EnvSettings
 from actorlearner.evaluate import EvaluationSettings
@@ -69,6 +70,8 @@ SECTIONS: tuple[tuple[str, str, type[Settings], str], ...] = (
     ("env=minatar", "Needs the extra `minatar`.", MinAtarSettings, "env/minatar"),
     ("agent=dqn, agent=rainbow", "See [DQN](agents/dqn.md) and [Rainbow](agents/rainbow.md). "
      "`agent=rainbow` is the same agent with other values.", DQNSettings, "agent/dqn"),
+    ("agent=dreamer", "Needs `replay=uniform`; see [Dreamer](agents/dreamer.md).",
+     DreamerSettings, "agent/dreamer"),
     ("replay=prioritized, replay=uniform", "", ReplaySettings, "replay/prioritized"),
     ("evaluation", "", EvaluationSettings, "evaluation/default"),
     ("launch=local", "Workers as processes; in Python `Trainer(launch={...})`.",

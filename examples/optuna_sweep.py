@@ -51,10 +51,12 @@ def objective(trial: optuna.Trial, settings: Sequence[str], out_dir: Path) -> fl
     config = compose([*settings, *own, f"run_dir={run_dir}"])
     tree: Any = OmegaConf.to_container(config, resolve=True)
     pruning = Pruning(trial)
-    metrics = Trainer.from_config(config, callbacks=[pruning]).fit(
-        make(tree["env"], "env", "factory").factory(),
-        make(tree["replay"], "replay", "sample"),
-        make(tree["agent"], "agent", "training_steps"),
+    trainer = Trainer.from_config(config, callbacks=[pruning])
+    trust = trainer.settings.trust
+    metrics = trainer.fit(
+        make(tree["env"], "env", "factory", trust).factory(tuple(tree["imports"]), trust),
+        make(tree["replay"], "replay", "sample", trust),
+        make(tree["agent"], "agent", "training_steps", trust),
     )
     if pruning.pruned:
         raise optuna.TrialPruned

@@ -97,7 +97,6 @@ SAME_FLOOR = {
     ("replay", "ring"),  # where it keeps rows
     ("trainer", "assembly"),  # cut out of it
     ("agents.dreamer", "agents.world_model"),  # cut out of it
-    ("plot", "run"),  # errors told plainly
     ("trainer", "runstate"),  # likewise
 }
 """Who imports whom on one floor, and why; each must be needed."""

@@ -156,6 +156,16 @@ class TestFailures:
         assert trainer.is_saved
         assert not trainer.save_failed, "an OSError of a callback is no full disk"
 
+    def test_what_came_first_is_raised(self, tmp_path: Path) -> None:
+        class Worse(Callback):
+            def at_save(self, trainer: Trainer, directory: Path) -> None:
+                raise ValueError("and then this")
+
+        trainer = trainer_of(run_dir=tmp_path, callbacks=[Breaks(), Worse()])
+        with pytest.raises(OSError, match="the callback broke"):
+            trainer.fit(Guess, replay(), dqn())
+        assert checkpoints(tmp_path) == [trainer.env_steps]
+
     def test_workers_are_closed(self, tmp_path: Path) -> None:
         trainer = trainer_of(
             workers=1, lockstep=False, total_steps=100_000, callbacks=[Breaks(at=50)],
@@ -181,7 +191,10 @@ class TestByName:
         [
             ([{"target": "tests.test_callbacks:Diary"}], r"tests is not trusted; add trust=\["),
             ([{"target": "actorlearner.replay:ReplayBuffer"}], "a class with after_update"),
-            ([{"name": "x"}], r"trainer\.callbacks\.target=None: must read package.module:Name"),
+            (
+                [{"name": "x"}],
+                r"trainer\.callbacks\[0\]\.target=None: must read package.module:Name",
+            ),
             (["x"], "a mapping is needed"),
             (Diary(), "a list is needed"),
         ],

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
+from actorlearner.contracts import BadInput
 from tests.command import SMALL, metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +44,15 @@ def test_a_sweep_goes_on_where_it_was(
         assert list(trial.intermediate_values.values()) == returns
         assert trial.value == returns[-1]
         assert len(returns) >= 2
+
+
+def test_a_trial_imports_and_trusts_what_it_is_told_to(sweep: ModuleType) -> None:
+    """``BrokenDQN`` fails at its first update, which this run is too short for."""
+    settings = [*SMALL, "workers=0", "total_steps=32", "trust=[tests]", "--trials", "1",
+                "agent.target=tests.faulty:BrokenDQN"]  # fmt: skip
+    assert sweep.main(settings).trials[0].value is not None
+    with pytest.raises(BadInput, match="imports=nowhere: can't be imported"):
+        sweep.main([*settings, "imports=[nowhere]"])
 
 
 def test_a_trial_that_falls_behind_is_stopped(sweep: ModuleType) -> None:

@@ -21,9 +21,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from actorlearner import checkpoint
+from actorlearner import checkpoint, tracking
 from actorlearner import metrics as sinks
-from actorlearner.run import CommandSettings, _run_dir_of, main
+from actorlearner.run import CommandSettings, _run_dir_of, compose, main
 from tests.command import SMALL, Command, metrics, tree
 
 QUICK = (*SMALL, "workers=0", "total_steps=200", "evaluation.episodes=1")
@@ -61,6 +61,16 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(original: Path, tmp_path: Path) -> Path:
     """A run of one's own, which ended at 200 env steps or a little later."""
     return Path(shutil.copytree(original, tmp_path / "run"))
+
+
+def replacing(old: str, new: str) -> Callable[[str], str]:
+    """A change of a text that has ``old``."""
+
+    def change(text: str) -> str:
+        assert old in text
+        return text.replace(old, new)
+
+    return change
 
 
 def newest(run_dir: Path) -> Path:
@@ -275,6 +285,25 @@ def test_an_evaluation_writes_to_a_run_dir_that_is_given(
     assert json.loads((tmp_path / "results" / "one" / "evaluation.json").read_text()) == result
     assert set(tree(tmp_path)) == {"results", "results/one", "results/one/evaluation.json"}
     assert tree(original) == before
+
+
+def test_an_evaluation_without_a_directory_makes_no_films(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forge(newest(run), "config_unresolved.yaml", replacing("video: false", "video: true"))
+    assert main(["--eval-only", "ckpt=run"]) == 0
+    assert "run_dir=None: evaluation.video=true needs" in refused(
+        ["--eval-only", "ckpt=run", "evaluation.video=true"], capsys
+    )
+    assert compose(["eval_only=true", "ckpt=run", "run_dir=films"]).evaluation.video is True
+
+
+def test_an_evaluation_calls_nobody_back_and_tracks_nothing(run: Path) -> None:
+    forge(newest(run), "config_unresolved.yaml", replacing("callbacks: []", CALLBACKS))
+    forge(
+        newest(run), "config_unresolved.yaml", replacing("imports: []", f"imports: []\n{TRACKING}")
+    )
+    assert main(["--eval-only", "ckpt=run"]) == 0
 
 
 # ----------------------------------------------------------------------------------- resume
@@ -537,6 +566,33 @@ def test_config_dir_brings_an_experiment_of_ones_own(tmp_path: Path) -> None:
     assert all(64 <= env_steps(d) < 100 for d in run_dirs)
 
 
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ("bogus=1", "bogus: there is no such setting"),
+        ("replay=foo", "replay=foo: there is no such"),
+    ],
+)
+def test_a_typo_beside_a_choice_of_ones_own(
+    extra: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "mine" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "own.yaml").write_text("# @package _global_\nexperiment: own\n")
+    assert text in refused(["--config-dir=mine", "experiment=own", extra], capsys)
+
+
+def test_null_is_no_choice_of_a_group_that_needs_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = compose(["tracking=null", "experiment=null", "seed=3"])
+    assert (config.get("tracking"), config.get("experiment"), config.seed) == (None, None, 3)
+    for null in ("tracking=null", "experiment=null"):
+        assert refused([null, "bogus=1"], capsys).startswith("bogus: there is no such setting")
+    assert main(["-m", *QUICK, "total_steps=64", "tracking=null", "experiment=null"]) == 0
+    assert len(list((tmp_path / "runs" / "unnamed").iterdir())) == 1
+
+
 # --------------------------------------------------------------------------------- bad input
 
 
@@ -565,11 +621,11 @@ BAD_SETTINGS = {
     "agent=foo": "agent=foo: there is no such choice; there are: dqn",
     "replay=none": "replay=none: there is no such choice; there are: prioritized, uniform",
     "experiment=foo": "experiment=foo: there is no such choice; there are: breakout_dqn, ",
-    "experiment=null": "experiment=None: the name of a choice is needed",
+    "agent=null": "agent=None: the name of a choice is needed",
     "trainer=5": "trainer=5: the name of a choice is needed",
     "tracking.project=x": "tracking.project: has no meaning without a choice of tracking, which",
     "tracking=foo": "tracking=foo: there is no such choice; there are: mlflow, wandb",
-    "trainer.callbacks=[{target: os:environ}]": "os is not trusted; add trust=[os]",
+    "trainer.callbacks=[{target: os:environ}]": "trainer.callbacks[0]: target='os:environ': os is",
     "trainer.callbacks=x": "trainer.callbacks='x': a list is needed",
     "--foo": "--foo: there is no such option",
     "--workers=3": "--workers=3: there is no such option; settings read key=value",
@@ -839,6 +895,129 @@ def test_a_checkpoint_wraps_environments_in_nothing_that_is_not_trusted(
 
     forge(newest(run), "config_unresolved.yaml", change)
     assert "env.wrappers[0]: target='evil:Wrapper': evil is not trusted" in refused(flags, capsys)
+
+
+CALLBACKS = "callbacks: [{target: 'evil:Callback'}]"
+TRACKING = "tracking: {target: 'actorlearner.tracking:MlflowTracker', uri: 'https://evil.example'}"
+
+
+@pytest.fixture
+def services(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Trackers that talk to nobody; what they were started with."""
+    started: list[str] = []
+
+    def start(tracker: Any, config: Any, run_dir: Path | None, run_id: str | None) -> str:
+        started.append(tracker.settings.uri if "uri" in vars(tracker.settings) else "wandb")
+        return "id"
+
+    for kind in (tracking.MlflowTracker, tracking.WandbTracker):
+        monkeypatch.setattr(kind, "start", start)
+        monkeypatch.setattr(kind, "write", lambda *_: None)
+    monkeypatch.setattr(tracking, "optional_library", lambda *_: None)
+    return started
+
+
+@pytest.mark.parametrize(
+    ("target", "package"),
+    [
+        ("actorlearner.tracking:MlflowTracker", "mlflow"),
+        ("actorlearner.tracking:WandbTracker", "wandb"),
+        ("actorlearner.elsewhere:Tracker", "Tracker"),
+        ("evil.deep:MlflowTracker", "evil"),
+    ],
+)
+@pytest.mark.parametrize("flags", [["resume=run"], ["resume=auto", "run_dir=run"]])
+def test_a_checkpoint_sends_nothing_where_it_says(
+    flags: list[str],
+    target: str,
+    package: str,
+    run: Path,
+    services: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = TRACKING.replace("actorlearner.tracking:MlflowTracker", target)
+    forge(newest(run), "config_unresolved.yaml", replacing("imports: []", f"imports: []\n{text}"))
+    assert refused(flags, capsys).startswith(
+        f"tracking={package}: the checkpoint asks to send the run's settings and metrics to "
+        f"where it says; add trust=[{package}] if you trust it"
+    )
+    assert services == []
+
+
+@pytest.mark.parametrize("flags", [["resume=run"], ["resume=auto", "run_dir=run"]])
+def test_a_tracker_may_be_trusted_added_and_dropped_on_resume(
+    flags: list[str], run: Path, services: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*flags, "total_steps=204", "tracking=wandb"]) == 0
+    assert services == ["wandb"]
+    assert refused([*flags, "total_steps=208"], capsys).startswith("tracking=wandb: ")
+    assert main([*flags, "total_steps=208", "trust=[wandb]"]) == 0
+    assert services == ["wandb"] * 2
+    uri = "tracking.uri=http://mine"
+    assert main([*flags, "total_steps=212", uri, "tracking=mlflow"]) == 0
+    assert services[2:] == ["http://mine"]
+    assert main([*flags, "total_steps=216", "tracking=null"]) == 0
+    assert main([*flags, "total_steps=220"]) == 0
+    assert len(services) == 3
+    assert "tracking=foo: there is no such choice; there are: mlflow, wandb" in refused(
+        [*flags, "tracking=foo"], capsys
+    )
+
+
+def test_what_a_run_ends_with_trusts_its_tracker_where_that_is_needed(
+    services: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("actorlearner.trainer.Trainer._tell_end", interrupted)
+        assert main([*QUICK, "tracking=mlflow", "run_dir=run"]) == 130
+    said = caplog.messages[-1].partition("actorlearner.run ")[2]
+    assert said == "resume=run 'trust=[mlflow]'"
+    assert main([*QUICK, "tracking=mlflow", "run_dir=other"]) == 0
+    assert caplog.messages[-1].endswith("--eval-only ckpt=other")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["${oc.env:SECRET}", "x${ oc.env:SECRET }", "${oc.${device}:SECRET}", "${oc.create:[1]}"],
+)
+@pytest.mark.parametrize(
+    ("flags", "where"),
+    [
+        (["--eval-only", "ckpt=run"], "experiment: cartpole_dqn"),
+        (["resume=run"], "start_method: auto"),
+    ],
+)
+def test_a_checkpoint_reads_nothing_of_this_machine(
+    flags: list[str],
+    where: str,
+    text: str,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("SECRET", "the secret")
+    key, _, value = where.partition(": ")
+    name = "launch." * (key == "start_method") + key
+    forge(newest(run), "config_unresolved.yaml", replacing(where, f"{key}: '{text}'"))
+    told = refused(flags, capsys)
+    assert told.startswith(f"{name}={text}: a checkpoint may refer to its own settings only")
+    assert "the secret" not in told
+    if name != "experiment":
+        assert compose(
+            [a.replace("--eval-only", "eval_only=true") for a in [*flags, f"{name}={value}"]]
+        )
+
+
+def test_a_command_line_may_read_this_machine_and_so_may_auto_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GAME", "CartPole-v1")
+    arguments = [*QUICK, "total_steps=64", "env.id=${oc.env:GAME}", "resume=auto", "run_dir=run"]
+    for _ in range(2):
+        assert main(arguments) == 0
 
 
 STRANGE = {

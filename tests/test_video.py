@@ -99,6 +99,25 @@ def test_a_film_is_written_once_and_under_its_step(tmp_path: Path) -> None:
     assert (image.encoded_image_string, image.width, image.height) == (GIF + b"more", 40, 30)
 
 
+def test_films_of_what_a_resume_cuts_off_go() -> None:
+    def log(resumes_at: tuple[int, int] | None) -> RunLog:
+        log = RunLog(Path("run"))
+        log.open(1_000, "off", {}, resumes_at)
+        return log
+
+    before = log(None)
+    for env_steps in (300, 700):
+        before.write_evaluation(result_of(env_steps))
+    before.close()
+    Path("run/videos/step_mine_episode_0.gif").touch()
+    log((300, 10)).close()
+    names = [f"step_{300:012d}_episode_{i}.gif" for i in (0, 1)]
+    assert sorted(path.name for path in Path("run/videos").iterdir()) == [
+        *names,
+        "step_mine_episode_0.gif",
+    ]
+
+
 def test_a_film_that_cant_be_written_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
     log = RunLog(Path("run"))
     log.open(1_000, "off", {}, None)

@@ -187,28 +187,52 @@ class SnapshotBuffer:
         self._buffer.close()
 
 
+_LEARNERS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
 def leave_signals_to_the_learner() -> None:
     """Ctrl-C and SIGTERM reach the whole group; what they mean is for the learner to say.
 
     They are handled and not ignored: a process that an environment starts would inherit that it
     ignores them, and could not be terminated.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _LEARNERS_SIGNALS:
         signal.signal(number, _do_nothing)
         if hasattr(signal, "siginterrupt"):
             signal.siginterrupt(number, False)  # native code may not expect to be interrupted
     if hasattr(signal, "pthread_sigmask"):  # the parent held them back until here
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEARNERS_SIGNALS)
 
 
 def _do_nothing(*_: object) -> None:
     pass
 
 
-def _hear_signals() -> None:
-    """What a process does that an environment has forked: it is the environment's to signal."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+class _ForkedProcesses(threading.local):
+    """Processes that an environment forks hear signals: they are the environment's to signal.
+
+    Signals are held back meanwhile, or one that comes before the child has its own handlers would
+    be taken for one that the learner has to answer, and be lost.
+    """
+
+    _mask: set[int] | set[signal.Signals]
+
+    def arm(self) -> None:
+        """Do so in every process that this one forks from now on."""
+        os.register_at_fork(
+            before=self._hold_back, after_in_parent=self._let_go, after_in_child=self._hear
+        )
+
+    def _hold_back(self) -> None:
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, _LEARNERS_SIGNALS)
+
+    def _let_go(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def _hear(self) -> None:
+        for number in _LEARNERS_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        self._let_go()
 
 
 def die_with_parent() -> None:
@@ -232,7 +256,7 @@ def _arm(name: str) -> None:
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # so that a hung worker is killed with its own children
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_hear_signals)
+        _ForkedProcesses().arm()
     importlib.import_module("torch").set_num_threads(1)
 
 

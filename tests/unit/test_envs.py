@@ -94,6 +94,25 @@ def test_a_factory_may_bear_a_name():
     assert GymEnvFactory.of(Named).name == "Named"
 
 
+def test_a_recipe_of_ones_own_is_taken_as_it_is():
+    class Recipe:
+        name, frame_stack, terminal_on_life_loss, info_metrics = "Mine", 4, True, ("score",)
+
+        def __call__(self, render_mode: str | None = None) -> Any:
+            return Places()
+
+        def vector(self, num_envs: int) -> None:
+            return None
+
+    for recipe in (Recipe(), GymEnvFactory.of(Places)):
+        assert GymEnvFactory.of(recipe) is recipe
+        for more in ({"kwargs": {"size": 3}}, {"imports": ("sys",)}, {"vector": SyncVectorEnv},
+                     {"info_metrics": ("score",)}):  # fmt: skip
+            with pytest.raises(BadInput, match=f"env={recipe.name}: a recipe is taken as it is"):
+                GymEnvFactory.of(recipe, **more)
+    assert isinstance(GymEnvFactory.of(Recipe), GymEnvFactory), "a class is called"
+
+
 @pytest.mark.parametrize(
     ("env", "words"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,11 @@ def test_everything_is_put_back(tmp_path: Path) -> None:
             raise KeyboardInterrupt
     assert PACKAGE.handlers == handlers
     assert (PACKAGE.level, PACKAGE.propagate) == (logging.NOTSET, True)
+
+
+@unconfigured()
+def test_without_a_file_nothing_is_kept() -> None:
+    with Messages(console=False) as messages:
+        say()
+        messages.to_file(None)
+        assert not any(isinstance(handler, MemoryHandler) for handler in PACKAGE.handlers)

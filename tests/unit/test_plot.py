@@ -124,6 +124,18 @@ def test_runs_of_scripts_go_by_their_directory(tmp_path: Path) -> None:
     assert list(group_runs(read_runs([tmp_path]))) == ["a", "b"]
 
 
+def test_seeds_of_scripts_are_one_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/dqn/0", "runs/dqn/1", "runs/rainbow/seed_0", "runs/rainbow/seed=1",
+                 "runs/dqn2", "other/dqn"):  # fmt: skip
+        write_run(tmp_path / name, {10: 1.0}, experiment=None, env=None)
+    grouped = group_runs(read_runs(["runs", tmp_path / "other"]))
+    assert {label: len(runs) for label, runs in grouped.items()} == {
+        "runs/dqn": 2, "runs/rainbow": 2, "runs/dqn2": 1, "other/dqn": 1,
+    }  # fmt: skip
+    assert list(group_runs(read_runs(["runs/dqn/0"]))) == ["dqn"]
+
+
 # ----------------------------------------------------------------------------------------- curves
 
 

@@ -9,12 +9,15 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import MagicMock
 
 import pytest
 
-from actorlearner.contracts import BadInput, SettingError, Tracker
+from actorlearner.callbacks import Callback
+from actorlearner.contracts import BadInput, RunStatus, SettingError, Tracker
 from actorlearner.runlog import RunLog
 from actorlearner.tracking import MlflowTracker, WandbTracker
 from tests.test_trainer import dqn, replay, trainer_of
@@ -35,6 +38,7 @@ class Notebook:
         self.started: list[Any] = []
         self.lines: list[tuple[int, dict[str, float]]] = []
         self.closed = 0
+        self.status = ""
         self.made.append(self)
 
     def _call(self, name: str) -> None:
@@ -50,8 +54,9 @@ class Notebook:
         self.lines.append((step, dict(metrics)))
         self._call("write")
 
-    def close(self) -> None:
+    def close(self, status: RunStatus = "finished") -> None:
         self.closed += 1
+        self.status = status
         self._call("close")
 
 
@@ -79,7 +84,35 @@ class TestWhatItGets:
         own = {"env_steps", "updates", "wall_s"}
         for (_, metrics), line in zip(tracker.lines, lines, strict=True):
             assert metrics == {k: v for k, v in line.items() if k not in own}
-        assert tracker.closed == 1
+        assert (tracker.closed, tracker.status) == (1, "finished")
+
+    @pytest.mark.parametrize(
+        ("error", "status"), [(KeyError, "failed"), (KeyboardInterrupt, "interrupted")]
+    )
+    def test_how_the_run_ended(self, error: type[BaseException], status: str) -> None:
+        class Ends(Callback):
+            def after_update(self, *_: Any) -> None:
+                raise error
+
+        with pytest.raises(error):
+            trainer_of(callbacks=[Ends()], **tracked()).fit(Guess, replay(), dqn())
+        tracker = Notebook.made[-1]
+        assert (tracker.closed, tracker.status) == (1, status)
+
+    def test_how_each_service_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for status, code, name in (
+            ("finished", 0, "FINISHED"), ("failed", 1, "FAILED"), ("interrupted", 1, "KILLED"),
+        ):  # fmt: skip
+            wandb, mlflow = MagicMock(), MagicMock()
+            monkeypatch.setitem(sys.modules, "wandb", wandb)
+            monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+            for tracker in (WandbTracker(), MlflowTracker()):
+                tracker.close(status)  # not started
+                tracker.start({}, None, "id")
+                tracker.close(status)
+                tracker.close(status)
+            wandb.init.return_value.finish.assert_called_once_with(exit_code=code)
+            mlflow.MlflowClient.return_value.set_terminated.assert_called_once_with("id", name)
 
     def test_a_resumed_run_goes_on_in_its_run_there(self, tmp_path: Path) -> None:
         trainer_of(run_dir=tmp_path, **tracked()).fit(Guess, replay(), dqn())
@@ -89,6 +122,40 @@ class TestWhatItGets:
             )
             trainer.fit(Guess, replay(), dqn())
             assert [started[2] for started in Notebook.made[-1].started] == [run_id]
+
+    @pytest.mark.parametrize("elsewhere", ["other", None])
+    def test_a_run_that_goes_on_elsewhere_has_one_of_its_own(
+        self, elsewhere: str | None, tmp_path: Path
+    ) -> None:
+        trainer_of(run_dir=tmp_path / "run", **tracked()).fit(Guess, replay(), dqn())
+        run_dir = elsewhere and tmp_path / elsewhere
+        trainer = trainer_of(
+            run_dir=run_dir, checkpoint=tmp_path / "run", total_steps=80, **tracked()
+        )
+        trainer.fit(Guess, replay(), dqn())
+        assert [started[2] for started in Notebook.made[-1].started] == [None]
+
+    @pytest.mark.parametrize(
+        ("code", "goes_on"), [("RESOURCE_DOES_NOT_EXIST", True), ("INTERNAL_ERROR", False)]
+    )
+    def test_mlflow_begins_a_run_where_it_knows_none(
+        self, code: str, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class MlflowException(Exception):
+            error_code = code
+
+        class Client(MagicMock):
+            def update_run(self, run_id: str, status: str) -> None:
+                raise MlflowException(run_id)
+
+        client = Client()
+        client.create_run.return_value.info.run_id = "new"
+        library = MagicMock(MlflowClient=lambda _: client)
+        library.exceptions.MlflowException = MlflowException
+        monkeypatch.setitem(sys.modules, "mlflow", library)
+        tracker = MlflowTracker()
+        with nullcontext() if goes_on else pytest.raises(MlflowException):
+            assert tracker.start({}, None, "gone") == "new"
 
 
 class TestFailures:
@@ -107,12 +174,12 @@ class TestFailures:
         assert trainer.log_failed
         tracker = Notebook.made[-1]
         assert len(tracker.lines) == {"start": 0, "write": 1, "close": 5}[where]
-        assert tracker.closed == (where == "close")
+        assert tracker.closed == 1
         assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
 
     def test_what_did_not_start_has_no_run_to_go_on_with(self) -> None:
         log = RunLog(None)
-        log.track(Notebook(breaks="start"), {})
+        log.track(Notebook(breaks="start"), {}, goes_on_here=False)
         assert log.state_dict()["tracked"] == {"by": "", "id": ""}
 
     @pytest.mark.parametrize("kind", [WandbTracker, MlflowTracker])

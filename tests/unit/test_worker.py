@@ -756,6 +756,35 @@ def test_a_category_that_the_space_does_not_have(value, where):
         collected(worker)
 
 
+def test_a_policy_that_fails_at_a_bad_category_is_not_at_fault():
+    """In training and in evaluation; an error of its own stays its own."""
+
+    class Env(gymnasium.Env):
+        observation_space = spaces.Discrete(3)
+        action_space = spaces.Discrete(2)
+        given = 5
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return self.given, {}
+
+        def step(self, action: Any) -> Any:
+            return self.given, 0.0, False, False, {}
+
+    def one_hot(observation: Any) -> int:
+        if observation != 1:
+            raise IndexError("no such category")
+        return 0
+
+    worker = EnvWorker(told_spec(Env, one_hot, unroll_length=3))
+    worker.open()
+    for use in (collected, lambda worker: worker.evaluate(snapshot(0), REQUEST)):
+        with pytest.raises(BadInput, match=r"out of its space: .* it is 5, .* has 3 values"):
+            use(worker)
+    Env.given = 2
+    with pytest.raises(IndexError, match="no such category"):
+        worker.evaluate(snapshot(0), REQUEST)
+
+
 def test_entries_of_many_categories():
     class Env(gymnasium.Env):
         observation_space = spaces.MultiDiscrete([2, 9])
