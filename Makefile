@@ -25,7 +25,7 @@ test: $(STAMP) ## run the fast tests; ARGS="-k replay" is passed on
 test-slow: $(STAMP) ## run the slow tests only (learning to a threshold)
 	$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
 
-mutations: $(STAMP) ## plant 20 bugs in a copy, one at a time: the tests must catch each; ARGS="-k replay"
+mutations: $(STAMP) ## plant 25 bugs in a copy, one at a time: the tests must catch each; ARGS="-k replay"
 	$(BIN)/python tests/mutations.py $(ARGS)
 
 bench: $(STAMP) ## measure env steps per second beside the machine's limit; ARGS="workers=2 env=atari"
