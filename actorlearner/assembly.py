@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from actorlearner.trainer import TrainerSettings
 
 _INLINE = "actorlearner.launch.inline:InlineLauncher"
+_OF_INLINE = ("max_restarts", "on_env_error")
 _LOCAL = "actorlearner.launch.local:LocalLauncher"
 _STORE = "actorlearner.replay:ReplayBuffer"
 _AGENT = "actorlearner.agents.dqn:DQN"
@@ -80,7 +82,9 @@ def make_launcher(settings: TrainerSettings, launcher: Launcher | str | None) ->
             raise BadInput(f"launcher={launcher}: must be made with lockstep=True, as the Trainer")
         return launcher
     if settings.workers == 0 and launcher is None:
-        inline: Launcher = make({"target": _INLINE}, "launch", "gather")
+        # Of the settings of processes only those count that this one can keep.
+        kept = {name: settings.launch[name] for name in _OF_INLINE if name in settings.launch}
+        inline: Launcher = make({"target": _INLINE, **kept}, "launch", "gather")
         return inline
     node = {"target": _LOCAL, **settings.launch}
     if launcher is not None:
@@ -133,7 +137,6 @@ def worker_specs(
     specs = []
     workers = max(1, settings.workers)
     for index, streams in enumerate(assign_streams(workers, settings.envs_per_worker)):
-        sequence, states = ledger.going_on(streams)
         spec = WorkerSpec(
             index=index,
             streams=streams,
@@ -144,8 +147,12 @@ def worker_specs(
             policy_factory=policy_factory,
             env_spec=env_spec,
             seed_every_episode=settings.lockstep,
-            first_sequence=sequence,
-            stream_states=states,
         )
-        specs.append(spec)
+        specs.append(going_on(spec, ledger))
     return specs
+
+
+def going_on(spec: WorkerSpec, ledger: StreamLedger, attempt: int = 0) -> WorkerSpec:
+    """``spec``, going on where ``ledger`` says that its streams stand; see `contracts.GoOn`."""
+    sequence, states = ledger.going_on(spec.streams, attempt)
+    return replace(spec, first_sequence=sequence, stream_states=states)

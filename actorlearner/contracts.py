@@ -598,6 +598,7 @@ class Failure:
         error: the exception in one line.
         bad_input: whether the user's input is to blame.
         at: `time.monotonic` seconds, so that the first cause can be told.
+        of_env: whether the environment raised ``error``.
     """
 
     worker: int
@@ -607,9 +608,12 @@ class Failure:
     error: str = ""
     bad_input: bool = False
     at: float = 0.0
+    of_env: bool = False
 
     @classmethod
-    def of(cls, worker: int, env: str, phase: str, error: BaseException) -> Failure:
+    def of(
+        cls, worker: int, env: str, phase: str, error: BaseException, of_env: bool = True
+    ) -> Failure:
         """What there is to tell of ``error``."""
         return cls(
             worker,
@@ -619,6 +623,7 @@ class Failure:
             error=f"{type(error).__name__}: {error}",
             bad_input=isinstance(error, BadInput),
             at=time.monotonic(),
+            of_env=of_env and not isinstance(error, BadInput),
         )
 
     @property
@@ -626,14 +631,14 @@ class Failure:
         """How people call this worker."""
         return "the evaluation worker" if self.worker < 0 else f"worker {self.worker}"
 
+    def headline(self) -> str:
+        """The most telling line of it."""
+        what = self.error or self.detail
+        return f"{self.worker_name} ({self.env}) failed in {self.phase}: {what}"
+
     def text(self) -> str:
         """All of it, the most telling line first."""
-        head = f"{self.worker_name} ({self.env}) failed in {self.phase}"
-        return (
-            f"{head}: {self.error}\n{self.detail.rstrip()}"
-            if self.error
-            else f"{head}: {self.detail}"
-        )
+        return f"{self.headline()}\n{self.detail.rstrip()}" if self.error else self.headline()
 
 
 # ---------------------------------------------------------------------------------- protocols
@@ -913,6 +918,21 @@ class Agent(Protocol):
         ...
 
 
+class GoOn(Protocol):
+    """Says how a lost worker begins again, from the unrolls that were taken in so far."""
+
+    def __call__(self, spec: WorkerSpec, attempt: int) -> WorkerSpec:
+        """The spec to begin again with.
+
+        Args:
+            spec: of the lost worker.
+            attempt: 0 goes on exactly where the last unroll ended, as far as the environment can
+                (lockstep); ``k`` skips so many episodes of each stream, so that no worker is lost
+                to the same one for ever.
+        """
+        ...
+
+
 class Launcher(Protocol):
     """Runs workers and moves what they make.
 
@@ -926,7 +946,8 @@ class Launcher(Protocol):
 
     Attributes:
         lockstep: whether `gather` is deterministic.
-        notes: what the user should know of how streams began; whoever tells it empties the list.
+        notes: what the user should know of how streams began, and of workers that were replaced;
+            whoever tells it empties the list.
     """
 
     lockstep: bool
@@ -940,8 +961,16 @@ class Launcher(Protocol):
         """
         ...
 
-    def start(self, specs: Sequence[WorkerSpec], snapshot: Snapshot) -> None:
-        """Start the workers; ``snapshot`` fixes the layout of all later ones."""
+    def start(
+        self, specs: Sequence[WorkerSpec], snapshot: Snapshot, go_on: GoOn | None = None
+    ) -> None:
+        """Start the workers; ``snapshot`` fixes the layout of all later ones.
+
+        Args:
+            specs: one for each worker.
+            snapshot: what they act with at first.
+            go_on: how a worker that is lost begins again; None: the first loss is an error.
+        """
         ...
 
     def publish(self, snapshot: Snapshot) -> None:
@@ -956,8 +985,12 @@ class Launcher(Protocol):
         index, all valid until the next `gather`.
 
         Raises:
-            WorkerError: a worker failed.
+            WorkerError: a worker failed, and is not replaced.
         """
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for the log: ``restarts`` and ``rows_dropped`` so far."""
         ...
 
     def request_evaluation(self, snapshot: Snapshot, request: EvaluationRequest) -> bool:

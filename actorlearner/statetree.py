@@ -3,16 +3,21 @@
 JSON stands for itself, except that an object whose only key starts with "$" stands for what JSON
 has no word for: ``{"$tensor": key}``, ``{"$tuple": [...]}``, ``{"$dict": [[key, value], ...]}`` and
 so on.
+
+Two kinds of leaf are for what is too large to be copied: a `FrozenArray` is written chunk by chunk
+and read as an array; a `StoredFile` is a file already, which goes along as it is.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -34,19 +39,75 @@ _TORCH_DTYPES = {
 """What it calls those that NumPy does not know, and an integer type of the same size."""
 
 
+@runtime_checkable
+class FrozenArray(Protocol):
+    """An array whose owner may change it, while `chunks` tells what it was when it was frozen."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the array."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array."""
+        ...
+
+    def chunks(self) -> Iterator[Array]:
+        """The array, once, in parts along its first axis; each the caller's own."""
+        ...
+
+
+class StoredFile:
+    """A file that nobody changes any more.
+
+    Attributes:
+        path: of it.
+        size_bytes: its length.
+        sha256: of its content, in hexadecimal.
+    """
+
+    def __init__(self, path: Path, size_bytes: int, sha256: str, synced: bool = False) -> None:
+        self.path = path
+        self.size_bytes = size_bytes
+        self.sha256 = sha256
+        self._synced = synced
+
+    def sync(self) -> None:
+        """See to it that the content is on the disk; the second call costs nothing."""
+        if not self._synced:
+            descriptor = os.open(self.path, os.O_RDWR)  # Windows syncs no file opened to be read
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            self._synced = True
+
+
 class _Entry(NamedTuple):
     """One array of a safetensors file: its dtype's name there, and its values, C-contiguous."""
 
     dtype: str
-    array: Array
+    array: Array | FrozenArray
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.array.shape) * self.array.dtype.itemsize
+
+    def chunks(self) -> Iterator[Array]:
+        """Its bytes, flat."""
+        parts = iter([self.array]) if isinstance(self.array, np.ndarray) else self.array.chunks()
+        for part in parts:
+            yield part.reshape(-1).view(np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A state as it goes to disk: JSON text that refers to arrays by key."""
+    """A state as it goes to disk: JSON text that refers to arrays by key, and to files by name."""
 
     skeleton: str
     entries: dict[str, _Entry]
+    files: dict[str, StoredFile]
 
     @classmethod
     def of(cls, state: Any, name: str) -> Packed:
@@ -57,12 +118,22 @@ class Packed:
         """
         encoder = _Encoder(name)
         tree = encoder.encode(state, ())
-        return cls(json.dumps(tree, indent=1) + "\n", encoder.entries)
+        return cls(json.dumps(tree, indent=1) + "\n", encoder.entries, encoder.files)
+
+    def detached(self) -> Packed:
+        """With arrays of its own, so that the state may change; frozen ones see to it themselves."""
+        own = {
+            key: entry._replace(array=entry.array.copy())
+            if isinstance(entry.array, np.ndarray)
+            else entry
+            for key, entry in self.entries.items()
+        }
+        return Packed(self.skeleton, own, self.files)
 
     @property
     def size_bytes(self) -> int:
-        """How much of the disk it takes, but for the header."""
-        return len(self.skeleton) + sum(entry.array.nbytes for entry in self.entries.values())
+        """How much of the disk it takes anew, but for the header."""
+        return len(self.skeleton) + sum(entry.size_bytes for entry in self.entries.values())
 
     def safetensors(self) -> Iterator[Any]:
         """The chunks of a safetensors file: length of the header, header, arrays.
@@ -72,18 +143,19 @@ class Packed:
         disk from `except OSError`.
         """
         # Widest first keeps every array aligned.
-        entries = sorted(self.entries.items(), key=lambda item: -item[1].array.itemsize)
+        entries = sorted(self.entries.items(), key=lambda item: -item[1].array.dtype.itemsize)
         header: dict[str, Any] = {}
         end = 0
-        for key, (dtype, array) in entries:
-            begin, end = end, end + array.nbytes
-            header[key] = {"dtype": dtype, "shape": array.shape, "data_offsets": [begin, end]}
+        for key, entry in entries:
+            begin, end = end, end + entry.size_bytes
+            shape = entry.array.shape
+            header[key] = {"dtype": entry.dtype, "shape": shape, "data_offsets": [begin, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         yield struct.pack("<Q", len(text))
         yield text
-        for _, (_, array) in entries:
-            yield array.reshape(-1).view(np.uint8)
+        for _, entry in entries:
+            yield from entry.chunks()
 
 
 class _Encoder:
@@ -92,6 +164,7 @@ class _Encoder:
     def __init__(self, name: str) -> None:
         self.name = name
         self.entries: dict[str, _Entry] = {}
+        self.files: dict[str, StoredFile] = {}
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Any:
         """``value`` as JSON; ``path`` leads to it."""
@@ -113,6 +186,12 @@ class _Encoder:
             return {"$tuple": self.encode(list(value), path)}
         if isinstance(value, dict):
             return self._encode_dict(value, path)
+        if isinstance(value, StoredFile):
+            name = f"{self.name}.{value.path.name}"
+            self.files[name] = value
+            return {"$file": name}
+        if isinstance(value, FrozenArray) and value.dtype.name in _NUMPY_DTYPES:
+            return {"$array": self._add(_Entry(_NUMPY_DTYPES[value.dtype.name], value), path)}
         raise self._refusal(path, f"a {type(value).__name__}")
 
     def _encode_dict(self, value: dict[Any, Any], path: tuple[str, ...]) -> Any:
@@ -151,24 +230,35 @@ class _Encoder:
         return TypeError(f"{'/'.join((self.name, *path))}: a checkpoint can't hold {what}")
 
 
-def decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The value that ``node`` stands for."""
+def decode(
+    node: Any, tensors: Mapping[str, torch.Tensor], file: Callable[[str], StoredFile]
+) -> Any:
+    """The value that ``node`` stands for.
+
+    Args:
+        node: of the skeleton.
+        tensors: what it refers to by key.
+        file: gives what it refers to by name.
+    """
     if isinstance(node, list):
-        return [decode(item, tensors) for item in node]
+        return [decode(item, tensors, file) for item in node]
     if not isinstance(node, dict):
         return node
     kind = next(iter(node), "")
     if not kind.startswith("$"):
-        return {key: decode(item, tensors) for key, item in node.items()}
+        return {key: decode(item, tensors, file) for key, item in node.items()}
     content = node[kind]
     if kind == "$tuple":
-        return tuple(decode(content, tensors))
+        return tuple(decode(content, tensors, file))
     if kind == "$dict":
-        return {decode(key, tensors): decode(item, tensors) for key, item in content}
+        pairs = ((decode(key, tensors, file), decode(item, tensors, file)) for key, item in content)
+        return dict(pairs)
     if kind == "$int":
         return int(content, 16)
     if kind == "$float":
         return float(content)
+    if kind == "$file":
+        return file(content)
     return _decode_array(kind, content, tensors)
 
 

@@ -59,8 +59,9 @@ class StreamLedger:
     def note(self, unroll: Unroll) -> None:
         """Follow the streams of ``unroll`` to its end."""
         for column, stream in enumerate(map(int, unroll.streams)):
-            if unroll.sequence != self._sequence[stream] + 1:
-                self._begin(stream, self._episode[stream] + 1)  # the worker says: started anew
+            skipped = unroll.sequence - self._sequence[stream] - 1
+            if skipped:  # the worker says: so many episodes on, started anew
+                self._begin(stream, self._episode[stream] + skipped)
             self._sequence[stream] = unroll.sequence
             valid = unroll.valid[:, column]
             resets = np.flatnonzero(~valid)
@@ -82,18 +83,30 @@ class StreamLedger:
         self._observation[stream] = {}
         self._policy_state[stream] = {}
 
-    def going_on(self, streams: Sequence[int]) -> tuple[int, tuple[StreamState, ...]]:
+    def going_on(
+        self, streams: Sequence[int], attempt: int = 0
+    ) -> tuple[int, tuple[StreamState, ...]]:
         """For a worker that goes on with ``streams``: its first sequence, and their states.
 
-        Where the episodes can't be rebuilt they start anew, which a gap in the sequence tells.
+        Where the episodes can't be rebuilt they start anew, which a gap in the sequence tells: as
+        many episodes are skipped as unrolls are missing.
+
+        Args:
+            streams: of the worker.
+            attempt: see `contracts.GoOn`.
         """
         last = [self._sequence[stream] for stream in streams]
-        if max(last) < 0:
+        if max(last) < 0 and not attempt:
             return 0, ()
         recorded = self._record_actions and all(self._observation[stream] for stream in streams)
-        rebuild = recorded and len(set(last)) == 1
+        rebuild = recorded and len(set(last)) == 1 and not attempt
         if not rebuild:
-            return max(last) + 2, tuple(StreamState(self._episode[s] + 1) for s in streams)
+            first = max(last) + 1 + max(1, attempt)
+            skipped = [first - sequence - 1 for sequence in last]
+            return first, tuple(
+                StreamState(self._episode[stream] + skip)
+                for stream, skip in zip(streams, skipped, strict=True)
+            )
         states = tuple(
             StreamState(
                 self._episode[s],

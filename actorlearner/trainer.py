@@ -21,6 +21,7 @@ from actorlearner import checkpoint
 from actorlearner.assembly import (
     default_agent,
     default_store,
+    going_on,
     learner_threads,
     make_callbacks,
     make_launcher,
@@ -638,7 +639,8 @@ class Trainer:
             self._published_at, self._published_scalars = self.updates, snapshot.scalars
             policy = model.policy_factory(replay_buffer.extras)
             specs = worker_specs(s, self._progress.ledger, factory, self._env_spec, policy)
-            launcher.start(specs, snapshot)
+            ledger = self._progress.ledger
+            launcher.start(specs, snapshot, lambda spec, attempt: going_on(spec, ledger, attempt))
             self._running_launcher = launcher
             self._interrupts.defer()
             try:
@@ -693,6 +695,9 @@ class Trainer:
 
     def _write_training(self, replay_buffer: Store) -> None:
         more = {f"replay/{name}": value for name, value in replay_buffer.metrics().items()}
+        if self._running_launcher is not None:
+            told = self._running_launcher.metrics()
+            more |= {f"workers/{name}": value for name, value in told.items()}
         more["replay/samples_per_insert"] = self._progress.limiter.ratio()
         more |= {f"policy/{name}": value for name, value in self._published_scalars.items()}
         for name, optimizer in self._optimizers.items():

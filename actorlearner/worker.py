@@ -35,6 +35,7 @@ from actorlearner.contracts import (
     WorkerSpec,
 )
 from actorlearner.frames import FrameStack
+from actorlearner.pulse import Pulse
 from actorlearner.streams import stream_seed
 from actorlearner.video import RENDER_MODE, Film
 
@@ -51,12 +52,14 @@ class EnvWorker:
     Attributes:
         phase: what it is doing, in words, for error messages.
         notes: what the user should know of how its streams began.
+        pulse: its signs of life.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
         """Build nothing yet: see `open`."""
         self.spec = spec
         self.phase = "start-up"
+        self.pulse = Pulse()
         self.notes: list[str] = []
         self._envs: Envs = SeparateEnvs([])
         self._evaluation_envs = SeparateEnvs([])
@@ -149,6 +152,7 @@ class EnvWorker:
             self._stack.push(self._observation, np.zeros_like(still_B), still_B)
             self._first_B &= still_B
             self._rests_B |= steps.terminated | steps.truncated
+            self.pulse.beat()
         for column, state in enumerate(states):
             wanted = state.observation or {}
             if not all(np.array_equal(self._observation[k][column], wanted[k]) for k in wanted):
@@ -193,6 +197,7 @@ class EnvWorker:
             if row == 0:
                 into.started_at = time.monotonic()
             self._fill(row, action_B, into)
+            self.pulse.row()
             env_s -= now - (now := time.perf_counter())
         for key, array in into.observation.items():
             self._observation[key][:] = array[-1]
@@ -254,6 +259,7 @@ class EnvWorker:
             if spec.seed_every_episode:
                 seed = stream_seed(spec.seed, spec.streams[column], int(self._episodes_B[column]))
             self._envs.restart(column, seed, into)
+            self.pulse.beat()
 
     def _score(
         self, steps: ColumnSteps, valid_B: NDArray[np.bool_], row: int
@@ -345,6 +351,7 @@ class EnvWorker:
                 self.phase = "reset of an evaluation episode"
                 seed = stream_seed(request.seed, 0, episode[column], evaluation=True)
                 self._evaluation_envs.restart(column, seed, observation)
+                self.pulse.beat()
                 first_B[column] = True
                 film(episode[column])
 
@@ -368,6 +375,7 @@ class EnvWorker:
                 if number < 0:
                     continue
                 step = envs[column].step(action[column])
+                self.pulse.beat()
                 following, reward, terminated, truncated, _, info = step
                 for key, value in following.items():
                     observation[key][column] = value
@@ -393,7 +401,8 @@ class EnvWorker:
 
     def failure(self, error: BaseException) -> Failure:
         """What to tell of ``error``, which came out of one of the methods above."""
-        return Failure.of(self.spec.index, self.spec.env_factory.name, self.phase, error)
+        of_env = "policy" not in self.phase
+        return Failure.of(self.spec.index, self.spec.env_factory.name, self.phase, error, of_env)
 
     def close(self) -> None:
         """Close every environment that was built, whatever one of them says to it. Idempotent."""

@@ -35,6 +35,7 @@ from actorlearner.contracts import (
     Unroll,
     WorkerSpec,
 )
+from actorlearner.pulse import Pulse
 from actorlearner.shared_memory import DoubleBuffer, SharedArrays
 from actorlearner.streams import stream_seed
 
@@ -275,7 +276,7 @@ def run_child(role: str, index: int, env: str, payload: bytes, connection: Conne
         env: name of the environment, for messages.
         payload: cloudpickled: what a probe takes, or a `WorkerSpec`.
         connection: this end of the pipe.
-        memory: ``snapshots`` and, to collect, ``slots``.
+        memory: ``snapshots``, ``pulses`` and, to collect, ``slots``.
     """
     worker: EnvWorker | None = None
     try:
@@ -287,6 +288,7 @@ def run_child(role: str, index: int, env: str, payload: bytes, connection: Conne
             connection.send(("result", probe(*subject)))
             return
         worker = EnvWorker(subject)
+        worker.pulse = Pulse(memory["pulses"].arrays[str(index)])
         _seed_global_generators(subject, role)
         if role == "evaluate":
             _evaluate(worker, connection, memory["snapshots"])

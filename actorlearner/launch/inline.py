@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -14,25 +15,32 @@ from actorlearner.contracts import (
     EvaluationRequest,
     EvaluationResult,
     Failure,
+    GoOn,
     LauncherClosed,
     Snapshot,
     Unroll,
     WorkerSpec,
 )
 from actorlearner.launch import LauncherBase, raise_failures
+from actorlearner.launch.restarts import Restarts, RestartSettings
 from actorlearner.worker import EnvWorker, probe
 
 
 class InlineLauncher(LauncherBase):
     """Runs every worker here, one after the other; always in lockstep."""
 
-    def __init__(self, *, lockstep: bool = True) -> None:
+    def __init__(self, *, lockstep: bool = True, **settings: Any) -> None:
         """Nothing is started yet.
 
         Args:
             lockstep: as of every launcher; here it is so anyway.
+            settings: see `RestartSettings`; an environment that takes its process down or hangs is
+                beyond help here.
         """
         self.lockstep = True
+        self.settings = RestartSettings.make(settings)
+        self._restarts = Restarts(self.settings)
+        self._go_on: GoOn | None = None
         self._workers: list[EnvWorker] = []
         self._unrolls: list[Unroll] = []
         self._evaluator: EnvWorker | None = None
@@ -48,8 +56,12 @@ class InlineLauncher(LauncherBase):
             failure = Failure.of(0, factory.name, "constructing the environment", error)
             raise_failures([failure], cause=error)
 
-    def start(self, specs: Sequence[WorkerSpec], snapshot: Snapshot) -> None:
+    def start(
+        self, specs: Sequence[WorkerSpec], snapshot: Snapshot, go_on: GoOn | None = None
+    ) -> None:
         """See `contracts.Launcher`."""
+        self._go_on = go_on
+        self._restarts = Restarts(self.settings)
         self._workers = [EnvWorker(spec) for spec in specs]
         self._evaluator = EnvWorker(replace(specs[0], index=-1))
         self._snapshot = _copy(snapshot)
@@ -71,12 +83,38 @@ class InlineLauncher(LauncherBase):
         if not may_insert():
             return
         snapshot = self._snapshot
-        for worker, unroll in zip(self._workers, self._unrolls, strict=True):
-            with _failures_of(worker):
-                worker.collect(snapshot, unroll)
+        for index, unroll in enumerate(self._unrolls):
+            attempt = 0
+            while not self._collect(index, snapshot, unroll, attempt):
+                attempt += 1
+            worker = self._workers[index]
             self.notes += worker.notes
             worker.notes = []
             yield unroll
+
+    def _collect(self, index: int, snapshot: Snapshot, unroll: Unroll, attempt: int) -> bool:
+        """Fill ``unroll``; False if the worker was lost instead, and the next may try."""
+        worker = self._workers[index]
+        rows_before = int(worker.pulse.counts[0])
+        try:
+            if attempt:
+                worker.open()
+            worker.collect(snapshot, unroll)
+            return True
+        except (Exception, SystemExit) as error:  # an environment may raise anything
+            failure = worker.failure(error)
+            failures = [failure] if self._go_on is None else self._restarts.refuse(failure)
+            if self._go_on is None or failures is not None:
+                raise_failures(failures or [failure], cause=error)
+            rows = int(worker.pulse.counts[0]) - rows_before
+            self.notes.append(self._restarts.note(failure, rows * len(worker.spec.streams)))
+            worker.close()
+            self._workers[index] = EnvWorker(self._go_on(worker.spec, attempt + 1))
+            return False
+
+    def metrics(self) -> dict[str, float]:
+        """See `contracts.Launcher`."""
+        return self._restarts.metrics()
 
     def request_evaluation(self, snapshot: Snapshot, request: EvaluationRequest) -> bool:
         """See `contracts.Launcher`; runs it now."""

@@ -18,23 +18,25 @@ import threading
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import cloudpickle
 
-from actorlearner.config import Settings, setting
+from actorlearner.config import setting
 from actorlearner.contracts import (
+    Array,
     EnvFactory,
     EnvSpec,
     EvaluationRequest,
     EvaluationResult,
     Failure,
+    GoOn,
     LauncherClosed,
     SettingError,
     Snapshot,
@@ -50,6 +52,8 @@ from actorlearner.launch._child import (
     slots_layout,
     worker_slots,
 )
+from actorlearner.launch.restarts import Restarts, RestartSettings, back_off_s
+from actorlearner.pulse import Pulse
 from actorlearner.shared_memory import SharedArrays
 
 logger = logging.getLogger(__name__)
@@ -59,18 +63,22 @@ _ONE_THREAD = [  # read when a library is loaded, so too late for the child to s
     f"{library}_NUM_THREADS" for library in ("OMP", "OPENBLAS", "MKL", "VECLIB_MAXIMUM", "NUMEXPR")
 ]
 _CLOSE_S = 2.0  # for workers to close their environments before they are killed
+_LOOK_S = 0.2  # how long to listen to one before looking after the others
+_UNWATCHED_S = 5.0  # at most so much time between two looks counts as silence
+_EVALUATOR = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchSettings(Settings):
+class LaunchSettings(RestartSettings):
     """Settings of the local launcher."""
-
-    group = "launch"
 
     start_method: Literal["auto", "forkserver", "spawn"] = "auto"
     """How processes start; auto takes forkserver on Linux and spawn elsewhere."""
     start_timeout_s: float = setting(120.0, above=0)
     """Seconds within which a worker must have constructed its environments."""
+    env_timeout_s: float = setting(120.0, above=0)
+    """Seconds without a sign of life after which a worker hangs; one step of all its environments
+    is such a sign, and a reset of one."""
     slots: int = setting(2, low=1)
     """Unrolls that a worker may be ahead; 2 keep it busy while one is copied."""
     pin_cores: bool = False
@@ -83,7 +91,7 @@ class LaunchSettings(Settings):
 
 
 class LocalLauncher(LauncherBase):
-    """Runs every worker in a process of its own."""
+    """Runs every worker in a process of its own; replaces those that are lost."""
 
     def __init__(self, *, lockstep: bool = False, **settings: Any) -> None:
         """Nothing is started yet.
@@ -97,6 +105,9 @@ class LocalLauncher(LauncherBase):
         self._children: list[_Child] = []
         self._evaluator: _Child | None = None
         self._snapshots: SnapshotBuffer | None = None
+        self._pulses: SharedArrays | None = None
+        self._go_on: GoOn | None = None
+        self._restarts = Restarts(self.settings)
         self._credits: deque[tuple[_Child, int]] = deque()  # not given back yet
         self._result: EvaluationResult | None = None
         self._context = start_processes(self.settings.start_method)
@@ -104,32 +115,34 @@ class LocalLauncher(LauncherBase):
 
     def probe(self, factory: EnvFactory, render_mode: str | None = None) -> EnvSpec:
         """See `contracts.Launcher`."""
-        child = self._spawn("probe", 0, factory.name, cloudpickle.dumps((factory, render_mode)), {})
+        child = _Child("probe", 0, factory.name)
+        self._begin(child, (factory, render_mode))
         try:
             spec: EnvSpec = self._expect(child)
             return spec
         finally:
             _close([child])
 
-    def start(self, specs: Sequence[WorkerSpec], snapshot: Snapshot) -> None:
+    def start(
+        self, specs: Sequence[WorkerSpec], snapshot: Snapshot, go_on: GoOn | None = None
+    ) -> None:
         """See `contracts.Launcher`. Does not wait: the first failure shows in `gather`."""
         atexit.register(self.close)  # before multiprocessing waits for children at exit
-        self._specs = list(specs)
+        self._go_on = go_on
+        self._restarts = Restarts(self.settings)
         self._snapshots = SnapshotBuffer(snapshot)
         self._snapshots.publish(snapshot)
+        indices = [*(spec.index for spec in specs), _EVALUATOR]
+        self._pulses = SharedArrays({str(index): Pulse.SPEC for index in indices})
         for spec in specs:
             slots = SharedArrays(slots_layout(spec, self.settings.slots))
-            memory = {"snapshots": self._snapshots, "slots": slots}
-            name = spec.env_factory.name
-            child = self._spawn("collect", spec.index, name, cloudpickle.dumps(spec), memory)
-            if self.settings.pin_cores:
-                cores = sorted(os.sched_getaffinity(0))
-                os.sched_setaffinity(child.process.pid, {cores[spec.index % len(cores)]})
-            child.slots, child.owned = worker_slots(spec, slots), slots
+            child = _Child("collect", spec.index, spec.env_factory.name)
+            child.spec, child.slots, child.owned = spec, worker_slots(spec, slots), slots
+            self._begin(child)
             self._children.append(child)
             if not self.lockstep:
                 for slot in range(self.settings.slots):
-                    child.send(slot)
+                    child.order(slot)
 
     def publish(self, snapshot: Snapshot) -> None:
         """See `contracts.Launcher`."""
@@ -144,10 +157,11 @@ class LocalLauncher(LauncherBase):
         if self.lockstep:
             yield from self._gather_in_order(may_insert)
             return
+        self._replace_lost(self._children)
         self._give_back_credits(may_insert)
         for child in self._wait(self._children, timeout):
             for _ in range(self.settings.slots):  # no more, though credits go back meanwhile
-                if not child.connection.poll():
+                if not child.has_message():
                     break
                 commit: Commit | None = self._receive(child)
                 if commit is not None:
@@ -158,15 +172,22 @@ class LocalLauncher(LauncherBase):
     def _gather_in_order(self, may_insert: Callable[[], bool]) -> Iterator[Unroll]:
         if not may_insert():
             return
+        # Only here, and of those below that owe an unroll: the streams of the others have gone on
+        # since the caller took in what they did.
+        self._replace_lost(self._children)
         for child in self._children:
-            child.send(0)
+            child.order(0)
         for child in self._children:
             yield child.view(self._expect(child))
 
     def _give_back_credits(self, may_insert: Callable[[], bool]) -> None:
         while self._credits and may_insert():
             child, slot = self._credits.popleft()
-            child.send(slot)
+            child.order(slot)
+
+    def metrics(self) -> dict[str, float]:
+        """See `contracts.Launcher`."""
+        return self._restarts.metrics()
 
     def request_evaluation(self, snapshot: Snapshot, request: EvaluationRequest) -> bool:
         """See `contracts.Launcher`. The evaluation worker starts with the first request."""
@@ -174,25 +195,27 @@ class LocalLauncher(LauncherBase):
             raise LauncherClosed("request_evaluation needs a launcher that is started")
         evaluator = self._evaluator
         if evaluator is None:
-            frozen = SnapshotBuffer(snapshot)  # of its own: training must not change it
-            spec = replace(self._specs[0], index=-1)
-            name, payload = spec.env_factory.name, cloudpickle.dumps(spec)
-            evaluator = self._spawn("evaluate", -1, name, payload, {"snapshots": frozen})
-            evaluator.owned = frozen
+            spec = self._children[0].spec
+            assert spec is not None
+            evaluator = _Child("evaluate", _EVALUATOR, spec.env_factory.name)
+            evaluator.spec = replace(spec, index=_EVALUATOR)
+            evaluator.owned = SnapshotBuffer(snapshot)  # of its own: training must not change it
+            self._begin(evaluator)
             self._evaluator = evaluator
-        elif evaluator.is_busy or self._result is not None:
+        elif evaluator.owes or self._result is not None:
             return False
         assert isinstance(evaluator.owned, SnapshotBuffer)
         evaluator.owned.publish(snapshot)
-        evaluator.send(request)
-        evaluator.is_busy = True
+        evaluator.order(request)
         return True
 
     def poll_evaluation(self, timeout: float = 0.0) -> EvaluationResult | None:
         """See `contracts.Launcher`."""
         evaluator = self._evaluator
-        while self._result is None and evaluator is not None and self._wait([evaluator], timeout):
-            self._receive(evaluator)
+        if evaluator is not None:
+            self._replace_lost([evaluator])
+            while self._result is None and self._wait([evaluator], timeout):
+                self._receive(evaluator)
         result, self._result = self._result, None
         return result
 
@@ -206,17 +229,30 @@ class LocalLauncher(LauncherBase):
             self._snapshots.close()
             self._snapshots = None
             atexit.unregister(self.close)
+        if self._pulses is not None:
+            self._pulses.close()
+            self._pulses = None
 
     # ------------------------------------------------------------------------ children
 
-    def _spawn(
-        self, role: str, index: int, env: str, payload: bytes, memory: Mapping[str, Any]
-    ) -> _Child:
+    def _begin(self, child: _Child, subject: Any = None) -> None:
+        """Start the process of ``child``, which does its ``spec`` (a probe: ``subject``)."""
+        memory: dict[str, Any] = {}
+        if self._pulses is not None and child.role != "probe":
+            child.pulse = self._pulses.arrays[str(child.index)]
+            child.pulse[:] = 0
+            is_evaluator = child.role == "evaluate"
+            memory = {
+                "snapshots": child.owned if is_evaluator else self._snapshots,
+                "slots": None if is_evaluator else child.owned,
+                "pulses": self._pulses,
+            }
         ours, theirs = self._context.Pipe()
+        payload = cloudpickle.dumps(child.spec if subject is None else subject)
         process = self._context.Process(  # type: ignore[attr-defined]
             target=run_child,
-            args=(role, index, env, payload, theirs, memory),
-            name=f"actorlearner-{role}-{index}",
+            args=(child.role, child.index, child.env, payload, theirs, memory),
+            name=f"actorlearner-{child.role}-{child.index}",
         )
         try:
             with _surroundings():
@@ -227,44 +263,61 @@ class LocalLauncher(LauncherBase):
                 process.join()
             raise
         theirs.close()
-        return _Child(process, ours, index, env, role)
+        if self.settings.pin_cores and child.role == "collect":
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(process.pid, {cores[child.index % len(cores)]})
+        child.begun(process, ours)
 
     def _wait(self, children: Sequence[_Child], timeout: float) -> list[_Child]:
-        """Those that have something to say, or have ended."""
+        """Those that have something to say; those that were lost are dealt with."""
         by_handle: dict[Any, _Child] = {}
         for child in children:
-            by_handle[child.connection] = by_handle[child.process.sentinel] = child
+            if not child.is_lost:
+                by_handle[child.connection] = by_handle[child.process.sentinel] = child
         heard = {id(by_handle[handle]): by_handle[handle] for handle in wait(by_handle, timeout)}
-        for child in heard.values():
-            if not child.connection.poll():  # ended, and said nothing
-                self._fail([child.death()])
-        self._check_start_up([child for child in children if id(child) not in heard])
+        for child in list(heard.values()):
+            if not child.has_message():  # ended, and said nothing
+                del heard[id(child)]
+                self._lose(child, child.death())
+        for child in children:
+            if not child.is_lost and id(child) not in heard:
+                self._check_signs_of_life(child)
         return list(heard.values())
 
-    def _check_start_up(self, children: Sequence[_Child]) -> None:
-        limit = self.settings.start_timeout_s
-        for child in children:
-            if not child.is_ready and time.monotonic() - child.started_at > limit:
+    def _check_signs_of_life(self, child: _Child) -> None:
+        s = self.settings
+        if not child.is_ready:
+            if time.monotonic() - child.started_at > s.start_timeout_s:
                 text = (
-                    f"not done after launch.start_timeout_s={limit:g}; raise it if the "
+                    f"not done after launch.start_timeout_s={s.start_timeout_s:g}; raise it if the "
                     "environment takes that long to construct"
                 )
-                self._fail([child.failure("constructing the environment", text)])
+                self._lose(child, child.failure("constructing the environment", text))
+        elif child.silence_s() > s.env_timeout_s and not child.has_message():
+            text = (
+                f"no step and no reset was done within launch.env_timeout_s={s.env_timeout_s:g}; "
+                "raise it if the environment takes that long"
+            )
+            self._lose(child, child.failure(child.phase, text))
 
     def _receive(self, child: _Child) -> Any:
         """The next commit or result; None for a message that needs no further care."""
         try:
             kind, payload = child.connection.recv()
         except (EOFError, OSError):
-            self._fail([child.death()])
+            self._lose(child, child.death())
+            return None
         child.is_ready = True
         if kind == "failure":
-            self._fail([payload])
+            self._lose(child, payload)
+            return None
         if kind in ("ready", "notes"):
             self.notes += payload or []
             return None
-        if child.role == "evaluate":
-            child.is_busy = False
+        if child.role == "collect":
+            child.done(payload.slot)
+        elif child.role == "evaluate":
+            child.done(*child.owes)
             self._result = payload
         return payload
 
@@ -272,17 +325,48 @@ class LocalLauncher(LauncherBase):
         """The next payload of ``child``, however long it takes; listens to the others too."""
         others = self._children if child in self._children else []
         while not child.inbox:
-            for heard in self._wait([child, *others], 1.0):
+            self._replace_lost([other for other in others if other.owes])
+            for heard in self._wait([child, *(o for o in others if o is not child)], _LOOK_S):
                 payload = self._receive(heard)
                 if payload is not None:
                     heard.inbox.append(payload)
         return child.inbox.popleft()
 
-    def _fail(self, failures: list[Failure]) -> Any:
+    # ------------------------------------------------------------------------ losing them
+
+    def _lose(self, child: _Child, failure: Failure) -> None:
+        """``child`` ended or hangs; replace it in a while, or raise if that is not to be."""
+        if self._go_on is None or child.role == "probe":
+            self._fail([failure])
+        if (failures := self._restarts.refuse(failure)) is not None:
+            self._fail(failures)
+        child.erred = bool(failure.error)
+        if child.erred:
+            child.process.join(_CLOSE_S)  # it closes its environments
+        child.end()
+        child.attempt += 1
+        child.due_at = time.monotonic() + back_off_s(child.attempt)
+        self.notes.append(self._restarts.note(failure, child.rows_dropped))
+
+    def _replace_lost(self, children: Sequence[_Child]) -> None:
+        """Begin again those that were lost, and have them do what they owe."""
+        for child in children:
+            if child.is_lost and time.monotonic() >= child.due_at:
+                assert self._go_on is not None
+                if child.role == "collect":
+                    assert child.spec is not None
+                    # In lockstep a lost process changes nothing, but an error would come again.
+                    attempt = 0 if self.lockstep and not child.erred else child.attempt
+                    child.spec = self._go_on(child.spec, attempt)
+                self._begin(child)
+                for message in child.owes:
+                    child.send(message)
+
+    def _fail(self, failures: list[Failure]) -> NoReturn:
         """Raise the first cause, after the others had a moment to tell theirs."""
         known = {failure.worker for failure in failures}
         deadline = time.monotonic() + _GRACE_S
-        others = [c for c in self._children if c.index not in known]
+        others = [c for c in self._children if c.index not in known and not c.is_lost]
         while others and (left := deadline - time.monotonic()) > 0:
             for connection in wait([c.connection for c in others], left):
                 child = next(c for c in others if c.connection is connection)
@@ -297,32 +381,107 @@ class LocalLauncher(LauncherBase):
 
 
 class _Child:
-    """A child process as its parent sees it."""
+    """A worker as the learner's process sees it: one process after another, if they are lost.
 
-    def __init__(
-        self,
-        process: Any,
-        connection: Connection,
-        index: int,
-        env: str,
-        role: str,
-    ) -> None:
-        self.process = process
-        self.connection = connection
+    Attributes:
+        role: see `run_child`.
+        index: of the worker.
+        env: name of the environment.
+        spec: what its process does; None for a probe.
+        slots: where it puts unrolls.
+        owned: the memory that ends with it.
+        pulse: `Pulse.counts` of its process.
+        owes: what it was told to do and has not done yet, oldest first.
+        inbox: payloads that came while another's were waited for.
+        attempt: how often in a row its process was lost before it had done anything.
+        due_at: when to replace one that is lost, `time.monotonic` seconds.
+        erred: whether it was lost to an exception.
+    """
+
+    process: Any
+    connection: Connection
+
+    def __init__(self, role: str, index: int, env: str) -> None:
+        self.role = role
         self.index = index
         self.env = env
-        self.role = role
-        self.started_at = time.monotonic()
-        self.is_ready = False
-        self.is_busy = False
-        self.inbox: deque[Any] = deque()  # payloads that came while another's were waited for
+        self.spec: WorkerSpec | None = None
         self.slots: list[Slot] = []
         self.owned: SharedArrays | SnapshotBuffer | None = None
+        self.pulse: Array = Pulse.SPEC.zeros()
+        self.owes: list[Any] = []
+        self.inbox: deque[Any] = deque()
+        self.attempt = 0
+        self.due_at = 0.0
+        self.erred = False
+        self.is_lost = True
+
+    def begun(self, process: Any, connection: Connection) -> None:
+        """It has a new process."""
+        self.process, self.connection = process, connection
+        self.is_ready = self.is_lost = False
+        self.started_at = self._looked_at = time.monotonic()
+        self._silence_s = 0.0
+        self._pulse_seen = self.pulse.tolist()
+        self._rows_done = 0
 
     def send(self, message: Any) -> None:
         """Tell it; that it is gone will show when it is next listened to."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(message)
+
+    def order(self, message: Any) -> None:
+        """Tell it what to do; one that is lost is told when it begins again."""
+        if not self.owes:
+            self._silence_s = 0.0
+        self.owes.append(message)
+        if not self.is_lost:
+            self.send(message)
+
+    def done(self, message: Any) -> None:
+        """It has done what it owed."""
+        self.owes.remove(message)
+        self.attempt, self._silence_s = 0, 0.0
+        if self.spec is not None:
+            self._rows_done += self.spec.unroll_length
+
+    def has_message(self) -> bool:
+        """Whether it has said something, if only that it ended."""
+        if self.is_lost:
+            return False
+        try:
+            return self.connection.poll()
+        except OSError:
+            return True  # receiving tells
+
+    def silence_s(self) -> float:
+        """Seconds for which it has owed something without a sign of life.
+
+        Only time that was watched counts: while all processes are paused, or the learner is busy,
+        nobody is to blame.
+        """
+        now = time.monotonic()
+        pulse = self.pulse.tolist()
+        if pulse != self._pulse_seen or not self.owes:
+            self._pulse_seen, self._silence_s = pulse, 0.0
+        else:
+            self._silence_s += min(now - self._looked_at, _UNWATCHED_S)
+        self._looked_at = now
+        return self._silence_s
+
+    @property
+    def rows_dropped(self) -> int:
+        """Rows that its process stepped and handed to nobody."""
+        if self.spec is None or self.role != "collect":
+            return 0
+        return (int(self.pulse[0]) - self._rows_done) * len(self.spec.streams)
+
+    @property
+    def phase(self) -> str:
+        """What it is at, in words."""
+        if not self.is_ready:
+            return "constructing the environment"
+        return {"collect": "an unroll", "evaluate": "an evaluation"}.get(self.role, self.role)
 
     def view(self, commit: Commit) -> Unroll:
         """The unroll that ``commit`` says is full."""
@@ -345,10 +504,7 @@ class _Child:
                 how += " (out of memory?)"
         else:
             how = f"{pid} exited with code {code}"
-        phase = {"collect": "an unroll", "evaluate": "an evaluation"}.get(self.role, self.role)
-        if not self.is_ready:
-            phase = "constructing the environment"
-        return self.failure(phase, how)
+        return self.failure(self.phase, how)
 
     def kill(self) -> None:
         """End the process and what it started, now; its group outlives it."""
@@ -357,21 +513,27 @@ class _Child:
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
 
+    def end(self) -> None:
+        """End the process, now, and give its pipe back; its memory stays for the next one."""
+        self.kill()
+        self.process.join()
+        self.kill()  # what it started may have outlived it
+        self.connection.close()
+        self.process.close()
+        self.is_lost = True
+
 
 def _close(children: Sequence[_Child]) -> None:
     """End ``children`` and give their pipes and memory back, within a bounded time."""
-    for child in children:
+    running = [child for child in children if not child.is_lost]
+    for child in running:
         child.send(None)
     deadline = time.monotonic() + _CLOSE_S
-    for child in children:
+    for child in running:
         child.process.join(max(0.0, deadline - time.monotonic()))
-        if child.process.exitcode is None:
-            child.kill()
-            child.process.join()
-        child.kill()  # what it started may have outlived it
-        child.connection.close()
-        child.process.close()
-        child.slots = []
+        child.end()
+    for child in children:
+        child.slots, child.pulse = [], Pulse.SPEC.zeros()
         if child.owned is not None:
             child.owned.close()
 
