@@ -34,7 +34,17 @@ from actorlearner.launch.local import start_processes
 
 logger = logging.getLogger("actorlearner.run")  # whose __name__ is __main__ as a command
 
-_GROUPS = ("env", "agent", "replay", "evaluation", "launch", "tracking", "trainer", "experiment")
+_GROUPS = (
+    "env",
+    "agent",
+    "replay",
+    "evaluation",
+    "launch",
+    "tracking",
+    "trainer",
+    "faults",
+    "experiment",
+)
 _THROUGH_HYDRA = ("-m", "--multirun", "-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info")
 _VERSION_BASE = "1.3"
 _OPTIONAL = ("tracking", "experiment")  # groups of which null chooses nothing
@@ -239,7 +249,7 @@ def _saved_config(
     """
     from actorlearner import checkpoint
 
-    where = checkpoint.find(path)
+    where = checkpoint.find(path, ["agent", "progress"] if key == "ckpt" else None)
     saved = OmegaConf.load(where / "config_unresolved.yaml")
     if not isinstance(saved, DictConfig) or "target" not in saved.get("agent", {}):
         raise CheckpointError(
@@ -261,9 +271,10 @@ def _saved_config(
         choice = given["tracking"]
         saved.tracking = _chosen_tracking(choice) if fresh is None else fresh.get("tracking")
     known = list(dotted(_unresolved(saved)))
-    # How to evaluate may have got settings since.
-    evaluation = OmegaConf.load(config_dir() / "evaluation" / "default.yaml")
-    known += [f"evaluation.{name!s}" for name in evaluation]
+    # How to evaluate may have got settings since, and so may faults.
+    for file in ("evaluation/default", "faults/none"):
+        settings = OmegaConf.load(config_dir() / f"{file}.yaml")
+        known += [f"{file.partition('/')[0]}.{name!s}" for name in settings]
     for name, value in given.items():
         if name == "tracking":
             continue

@@ -21,6 +21,7 @@ from actorlearner.agents.dreamer import DreamerSettings
 from actorlearner.config import Settings, config_dir
 from actorlearner.envs import EnvSettings
 from actorlearner.evaluate import EvaluationSettings
+from actorlearner.faults import FaultSettings
 from actorlearner.launch.local import LaunchSettings
 from actorlearner.replay import ReplaySettings
 from actorlearner.run import CommandSettings
@@ -76,6 +77,8 @@ SECTIONS: tuple[tuple[str, str, type[Settings], str], ...] = (
     ("evaluation", "", EvaluationSettings, "evaluation/default"),
     ("launch=local", "Workers as processes; in Python `Trainer(launch={...})`.",
      LaunchSettings, "launch/local"),
+    ("faults=none, faults=chaos", "Faults on purpose; see [Reliability](reliability.md).",
+     FaultSettings, "faults/none"),
     ("tracking=wandb", "Weights & Biases; needs the extra `wandb`.",
      WandbSettings, "tracking/wandb"),
     ("tracking=mlflow", "MLflow; needs the extra `mlflow`.", MlflowSettings, "tracking/mlflow"),

@@ -88,12 +88,16 @@ class RowChecker:
 
     Attributes:
         rows: how many were checked.
+        gaps: how often a worker had begun again, if that may be.
     """
 
-    def __init__(self, seed: int, seed_every_episode: bool) -> None:
+    def __init__(self, seed: int, seed_every_episode: bool, gaps: bool = False) -> None:
         self.rows = 0
+        self.gaps = 0
+        self._may_begin_again = gaps
         self._seed = seed
         self._seed_every_episode = seed_every_episode
+        self._base: dict[int, int] = {}
         self._sequence: dict[int, int] = {}
         self._episode: dict[int, int] = {}
         self._last: dict[int, list[int]] = {}
@@ -102,10 +106,17 @@ class RowChecker:
     def _tag(self, stream: int, episode: int) -> tuple[int, int]:
         if self._seed_every_episode:
             return stream_seed(self._seed, stream, episode), 0
-        return stream_seed(self._seed, stream, 0), episode
+        base = self._base.get(stream, 0)
+        return stream_seed(self._seed, stream, base), episode - base
 
     def check(self, unroll: Unroll) -> None:
-        assert unroll.sequence == self._sequence.get(unroll.worker, -1) + 1
+        skipped = unroll.sequence - self._sequence.get(unroll.worker, -1) - 1
+        assert skipped == 0 or (skipped > 0 and self._may_begin_again)
+        self.gaps += skipped > 0
+        for stream in map(int, unroll.streams if skipped else ()):
+            self._base[stream] = self._episode[stream] = self._episode.get(stream, 0) + skipped
+            for known in (self._last, self._return):
+                known.pop(stream, None)
         self._sequence[unroll.worker] = unroll.sequence
         ended = []
         for column, stream in enumerate(map(int, unroll.streams)):
@@ -116,7 +127,7 @@ class RowChecker:
     def _check_column(self, unroll: Unroll, column: int, stream: int) -> list[Any]:
         places = unroll.observation["observation"][:, column].tolist()
         episode = self._episode.setdefault(stream, 0)
-        assert places[0] == self._last.get(stream, [*self._tag(stream, 0), 0, -1])
+        assert places[0] == self._last.get(stream, [*self._tag(stream, episode), 0, -1])
         ended = []
         for row, (here, there) in enumerate(pairwise(places)):
             tag = self._tag(stream, episode)

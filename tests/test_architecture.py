@@ -40,10 +40,12 @@ FLOORS = {
     "statetree": 1,
     "randomness": 1,
     "interrupts": 1,
+    "pulse": 1,
     "messages": 1,
     "onnx_export": 1,
     "callbacks": 1,
     "tracking": 2,
+    "faults": 2,
     "streams": 2,
     "adapter": 2,
     "columns": 2,
@@ -61,6 +63,7 @@ FLOORS = {
     "launch._zygote": 3,
     "launch.inline": 3,
     "launch.local": 3,
+    "launch.restarts": 3,
     "agents": 3,
     "agents.dqn": 3,
     "agents.world_model": 3,
@@ -79,6 +82,7 @@ SAME_FLOOR = {
     ("shared_memory", "memory"),  # whether there is as much
     ("value_heads", "returns"),  # their losses
     ("suites", "envs"),  # recipes of its kind
+    ("faults", "envs"),  # into which it puts them
     ("onnx_export", "config"),  # its optional libraries
     ("columns", "adapter"),  # each of them
     ("envs", "adapter"),  # what they are to it
@@ -91,6 +95,8 @@ SAME_FLOOR = {
     ("progress", "streams"),  # where each stands
     ("runlog", "evaluate"),  # results as metrics
     ("launch.inline", "launch"),
+    ("launch.inline", "launch.restarts"),
+    ("launch.local", "launch.restarts"),
     ("launch.local", "launch"),
     ("launch.local", "launch._child"),
     ("launch._zygote", "launch._child"),
@@ -101,7 +107,7 @@ SAME_FLOOR = {
 }
 """Who imports whom on one floor, and why; each must be needed."""
 
-FOR_TYPES = {("assembly", "trainer"), ("callbacks", "trainer")}
+FOR_TYPES = {("assembly", "trainer"), ("callbacks", "trainer"), ("faults", "trainer")}
 """Upward imports for annotations only."""
 
 FREE = {"", "run"}
@@ -232,7 +238,14 @@ def test_the_trainer_knows_contracts_only(name: str) -> None:
 
 
 def test_every_library_has_its_place() -> None:
-    assert importers_of("gymnasium") == {"adapter", "columns", "envs", "suites", "launch._zygote"}
+    assert importers_of("gymnasium") == {
+        "adapter",
+        "columns",
+        "envs",
+        "suites",
+        "faults",
+        "launch._zygote",
+    }
     assert importers_of("gymnasium", for_types=True) == {"contracts"}
     assert importers_of("hydra") == {"run"}
     assert importers_of("omegaconf") <= {"run", "trainer", "plot"}

@@ -16,6 +16,7 @@ from actorlearner.agents.dreamer import DreamerSettings
 from actorlearner.config import Settings, config_dir, resolve
 from actorlearner.envs import EnvSettings
 from actorlearner.evaluate import EvaluationSettings
+from actorlearner.faults import FaultSettings
 from actorlearner.launch.local import LaunchSettings
 from actorlearner.replay import ReplaySettings
 from actorlearner.run import CommandSettings, main
@@ -34,6 +35,8 @@ SETTINGS: dict[str, type[Settings]] = {
     "env/gym": EnvSettings,
     "env/minatar": MinAtarSettings,
     "evaluation/default": EvaluationSettings,
+    "faults/chaos": FaultSettings,
+    "faults/none": FaultSettings,
     "launch/local": LaunchSettings,
     "replay/prioritized": ReplaySettings,
     "replay/uniform": ReplaySettings,
@@ -53,6 +56,14 @@ UNLIKE_DEFAULTS: dict[str, dict[str, Any]] = {
         "noisy": True,
         "target_every_updates": 2_000,
         "epsilon": ((0.0, 0.0),),
+    },
+    "faults/chaos": {
+        "kill_worker_every_s": 10,
+        "stop_worker_every_s": 30,
+        "raise_every_env_steps": 20_000,
+        "hang_every_env_steps": 50_000,
+        "slow_every_env_steps": 5_000,
+        "slow_s": 0.2,
     },
     "replay/uniform": {"prioritized": False},
     "trainer/default": {"evaluate_every_env_steps": 10_000, "checkpoint_every_env_steps": 10_000},
@@ -119,7 +130,7 @@ def test_the_root_has_exactly_its_fields() -> None:
 def test_the_root_has_the_values_of_its_settings() -> None:
     tree = read("config")
     both: Mapping[type[Settings], set[str]] = {
-        TrainerSettings: set(TrainerSettings.root) - {"evaluation", "launch", "tracking"},
+        TrainerSettings: set(TrainerSettings.root) - {"evaluation", "faults", "launch", "tracking"},
         CommandSettings: field_names(CommandSettings) - {"experiment"},
     }
     for settings, names in both.items():

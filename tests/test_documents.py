@@ -147,6 +147,15 @@ def test_relative_links_resolve(path: Path) -> None:
             assert anchor in anchors, link
 
 
+def test_the_tests_that_reliability_names_are_there() -> None:
+    """A test by its file; one that begins with ``::`` is in the file before it."""
+    file, names = "", re.findall(r"`([\w/]*\w\.py)?::(\w+)`", text_of("docs/reliability.md"))
+    assert names
+    for path, name in names:
+        file = path or file
+        assert f"def {name}(" in text_of(file), f"{file}::{name}"
+
+
 def test_the_floors_are_those_of_the_test() -> None:
     """docs/architecture.md has a table of floor, modules, meaning; an empty floor goes on."""
     table = text_of("docs/architecture.md").partition("## Floors")[2].partition("\n## ")[0]

@@ -92,7 +92,8 @@ def test_a_nan_is_told_with_its_worker_stream_and_field(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # the launchers' own suite does this too
 def test_a_worker_that_exits_is_told_by_its_code(tmp_path: Path) -> None:
-    with Command([*FAULTY, *ENDLESS, *fault("exit", 30)], tmp_path) as command:
+    faults = [*fault("exit", 30), "launch.max_restarts=0"]
+    with Command([*FAULTY, *ENDLESS, *faults], tmp_path) as command:
         command.wait()
         assert command.leaves_nothing()
     assert command.code == 1, command.err
@@ -101,20 +102,27 @@ def test_a_worker_that_exits_is_told_by_its_code(tmp_path: Path) -> None:
     assert "Traceback" not in command.err
 
 
-def test_a_killed_worker_is_told_by_its_pid_and_signal(tmp_path: Path) -> None:
-    with Command([*FAULTY, *ENDLESS, "workers=3"], tmp_path) as command:
-        command.wait_for_env_steps(tmp_path / "run", 300)
-        worker = command.worker(2)
-        assert worker is not None
-        worker.kill()
+def test_killed_workers_are_replaced_until_there_were_too_many(tmp_path: Path) -> None:
+    """The error tells the first cause, and the last."""
+    with Command([*FAULTY, *ENDLESS, "workers=3", "launch.max_restarts=1"], tmp_path) as command:
+        pids = []
+        for env_steps in (300, 600):
+            command.wait_for_env_steps(tmp_path / "run", env_steps)
+            worker = command.worker(2)
+            assert worker is not None
+            worker.kill()
+            pids.append(worker.pid)
         command.wait(10)
         assert command.leaves_nothing()
     assert command.code == 1, command.err
-    (told,) = (line for line in command.err.splitlines() if line.startswith("error: "))
-    assert "worker 2 (tests.faulty:Faulty-v0)" in told
-    assert f"process {worker.pid} was killed by SIGKILL" in told
+    told = command.err[command.err.index("error: ") :].splitlines()
+    for line, pid in zip(told, pids, strict=False):
+        assert "worker 2 (tests.faulty:Faulty-v0)" in line
+        assert f"process {pid} was killed by SIGKILL" in line
+    assert "replacement 1 of at most 1 in an hour (launch.max_restarts)" in command.err
     assert "Traceback" not in command.err
-    assert saved_env_steps(tmp_path / "run") >= 300
+    assert saved_env_steps(tmp_path / "run") >= 600
+    assert metrics(tmp_path / "run")[-1]["workers/restarts"] == 1
     assert goes_on(tmp_path / "run", "workers=2")
 
 
