@@ -48,7 +48,7 @@ class Callback:
         """
 
     def at_save(self, trainer: Trainer, directory: Path) -> None:
-        """A checkpoint was written.
+        """A checkpoint was written, of a moment that may lie some updates back.
 
         Args:
             trainer: who wrote it.

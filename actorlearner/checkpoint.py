@@ -4,19 +4,24 @@ A run keeps its checkpoints like this::
 
     <run_dir>/checkpoints/
         latest                      name of the newest, for people and scripts
+        best                        name of the one that was evaluated best, weights only
         step_000000010000/
             manifest.json           what this is, and size and SHA-256 of each file below
             manifest.sha256         guards the manifest; `sha256sum -c` reads it
             agent.safetensors       the arrays of the state named "agent"
             agent.json              the rest of it, with references to the arrays
+            replay.NAME.page        a file that the state named "replay" brought: a hard link, which
+                                    other checkpoints may share
             config.yaml             texts of the caller
+        best_000000008000/          likewise
 
 A checkpoint is written beside its place, synced to disk and renamed, so whatever bears the name of
 a step is complete, unless the disk lost it; a checksum tells.
 
 A *state* is a tree of dicts, lists and tuples. Its leaves are None, bools, ints, floats, strings,
-NumPy arrays and scalars, and torch tensors; each comes back as the kind and dtype it was, tensors
-on the CPU. Dict keys may be any of these but arrays and tensors; all dicts come back as plain ones.
+NumPy arrays and scalars, torch tensors, and what `statetree` has for large ones; each comes back as
+the kind and dtype it was, tensors on the CPU. Dict keys may be any of these but arrays, tensors and
+files; all dicts come back as plain ones.
 """
 
 from __future__ import annotations
@@ -25,35 +30,53 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import safetensors
 import safetensors.torch
 
 from actorlearner.contracts import CheckpointError
-from actorlearner.statetree import Packed, decode
+from actorlearner.statetree import Packed, StoredFile, decode
 
-FORMAT = 1
+FORMAT = 2
 """Version of the layout above; a higher one is refused."""
+
+Pace: TypeAlias = Callable[[], object]
+
+_SYNC_BYTES = 32 << 20
+"""Not all at the end: while a file system syncs, whoever logs a line may have to wait."""
 
 _FOLDER = "checkpoints"
 _LATEST = "latest"
+_BEST = "best"
 _MANIFEST = "manifest.json"
 _MANIFEST_SUM = "manifest.sha256"
 _SAVING = "saving.tmp"
 _REPLACED = ".replaced"
 _ABANDONED = ".abandoned"
 _STEP = re.compile(r"step_(\d+)")
+_BEST_STEP = re.compile(r"best_(\d+)")
 _LIBRARIES = ("actorlearner", "torch", "numpy", "gymnasium")
+
+_UNREADABLE = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RecursionError,
+    safetensors.SafetensorError,
+)
+"""What reading a file can raise that is not what it should be, though its checksum is right."""
 
 _log = logging.getLogger(__name__)
 
@@ -101,6 +124,11 @@ class Manifest:
         ending = ".safetensors"
         return {name.removesuffix(ending) for name in self.files if name.endswith(ending)}
 
+    def files_of(self, states: Collection[str]) -> list[str]:
+        """Those files that ``states`` consist of, and those that belong to no state."""
+        others = tuple(f"{name}." for name in self.states.difference(states))
+        return [name for name in self.files if not name.startswith(others)]
+
 
 # ------------------------------------------------------------------------------------- saving
 
@@ -113,6 +141,7 @@ def save(
     texts: Mapping[str, str] | None = None,
     *,
     keep_last: int = 3,
+    pace: Pace | None = None,
 ) -> Path:
     """Write a checkpoint and return its directory.
 
@@ -123,10 +152,11 @@ def save(
     Args:
         run_dir: made if missing. It must have no other writer.
         env_steps: where the training stands.
-        states: state trees by name.
+        states: state trees by name, packed or not.
         info: facts for the manifest, as `json.dumps` takes them, all numbers finite.
         texts: further files by name.
         keep_last: how many checkpoints stay.
+        pace: called between parts of the work, to rest.
 
     Raises:
         ValueError: a name can't be a file of its own, or a number is out of its bounds.
@@ -135,12 +165,101 @@ def save(
     """
     if env_steps < 0 or keep_last < 1:
         raise ValueError(f"{env_steps=}, {keep_last=}: must be at least 0 and 1")
-    texts = texts or {}
-    names = [*texts, *(f"{name}{end}" for name in states for end in (".safetensors", ".json"))]
-    _check_names(names)
-    packed = {name: Packed.of(state, name) for name, state in states.items()}
     folder = Path(run_dir).absolute() / _FOLDER
-    final, saving = folder / f"step_{env_steps:012d}", folder / _SAVING
+    final = folder / f"step_{env_steps:012d}"
+    _write_directory(final, _LATEST, env_steps, states, info or {}, texts or {}, pace=pace)
+    _rotate(folder, env_steps, keep_last)
+    return final
+
+
+def save_best(
+    run_dir: str | Path,
+    env_steps: int,
+    score: float,
+    states: Mapping[str, Any],
+    info: Mapping[str, Any] | None = None,
+    texts: Mapping[str, str] | None = None,
+    *,
+    keep_best: int = 1,
+    pace: Pace | None = None,
+) -> Path | None:
+    """Write what was evaluated at ``score``, and return its directory; None if others are better.
+
+    Only if it is better than the worst of ``keep_best``, which then goes; one that is no number, or
+    infinite, is not. Training does not go on
+    from these: `find` only finds them by their own path, or that of ``best``.
+
+    Args:
+        run_dir: see `save`, as for the rest.
+        env_steps: where the training stood when it was evaluated.
+        score: the higher the better.
+        states: see `save`.
+        info: see `save`; ``score`` is added.
+        texts: see `save`.
+        keep_best: how many stay.
+        pace: see `save`.
+
+    Raises:
+        ValueError, TypeError, OSError: as `save`.
+    """
+    folder = Path(run_dir).absolute() / _FOLDER
+    ranked = _best_in(folder)
+    if not math.isfinite(score):
+        return None
+    if len(ranked) >= keep_best and score <= ranked[keep_best - 1][0]:
+        return None
+    final = folder / f"best_{env_steps:012d}"
+    best = final if not ranked or score > ranked[0][0] else ranked[0][1]
+    told = {**(info or {}), "score": score}
+    _write_directory(final, _BEST, env_steps, states, told, texts or {}, best.name, pace)
+    for _, directory in _best_in(folder)[keep_best:]:
+        shutil.rmtree(directory)
+    return final
+
+
+def forget_best(run_dir: str | Path) -> None:
+    """Delete the best ones, of a run that is given up for a new one."""
+    folder = Path(run_dir).absolute() / _FOLDER
+    if not folder.is_dir():
+        return
+    (folder / _BEST).unlink(missing_ok=True)
+    for directory in folder.glob("best_*"):
+        if _BEST_STEP.fullmatch(directory.name):
+            shutil.rmtree(directory)
+
+
+def _best_in(folder: Path) -> list[tuple[float, Path]]:
+    """The best ones with their scores, the highest first, the earliest of equals."""
+    found = []
+    for directory in folder.glob("best_*"):
+        if _BEST_STEP.fullmatch(directory.name):
+            try:
+                score = float(read_manifest(directory).info["score"])
+            except (CheckpointError, LookupError, TypeError, ValueError):
+                score = -math.inf  # damaged: the first to go
+            found.append((score, directory))
+    return sorted(found, key=lambda item: (-item[0], item[1].name))
+
+
+def _write_directory(
+    final: Path,
+    pointer: str,
+    env_steps: int,
+    states: Mapping[str, Any],
+    info: Mapping[str, Any],
+    texts: Mapping[str, str],
+    points_to: str | None = None,
+    pace: Pace | None = None,
+) -> None:
+    """Write a checkpoint at ``final``, and what ``pointer`` points to: itself, unless told."""
+    packed = {
+        name: state if isinstance(state, Packed) else Packed.of(state, name)
+        for name, state in states.items()
+    }
+    parts = (f"{name}{end}" for name in packed for end in (".safetensors", ".json"))
+    _check_names([*texts, *parts, *(name for state in packed.values() for name in state.files)])
+    folder = final.parent
+    saving = folder / _SAVING
     folder.mkdir(parents=True, exist_ok=True)
     _repair(folder)
     saving.mkdir()
@@ -148,15 +267,21 @@ def save(
         files: dict[str, FileRecord] = {}
         for name, state in packed.items():
             arrays, rest = f"{name}.safetensors", f"{name}.json"
-            files[arrays] = _write(saving / arrays, state.safetensors())
+            files[arrays] = _write(saving / arrays, state.safetensors(), pace)
             files[rest] = _write(saving / rest, [state.skeleton.encode()])
+            for linked, stored in state.files.items():
+                if pace is not None:
+                    pace()
+                stored.sync()
+                os.link(stored.path, saving / linked)
+                files[linked] = FileRecord(stored.size_bytes, stored.sha256)
         for name, text in texts.items():
             files[name] = _write(saving / name, [text.encode()])
         manifest = Manifest(FORMAT, env_steps, _now(), _versions(), dict(info or {}), files)
         _write_manifest(saving, manifest)
         _sync_directory(saving)
         _put_in_place(saving, final)
-        _write_latest(folder, final.name)
+        _write_pointer(folder / pointer, points_to or final.name)
     except OSError as error:
         free = shutil.disk_usage(folder).free
         needed = sum(state.size_bytes for state in packed.values())
@@ -164,8 +289,6 @@ def save(
         raise OSError(error.errno, reason, str(final)) from error
     finally:
         shutil.rmtree(saving, ignore_errors=True)
-    _rotate(folder, env_steps, keep_last)
-    return final
 
 
 def _check_names(names: Sequence[str]) -> None:
@@ -176,13 +299,19 @@ def _check_names(names: Sequence[str]) -> None:
         taken.add(name)
 
 
-def _write(path: Path, chunks: Iterable[Any]) -> FileRecord:
+def _write(path: Path, chunks: Iterable[Any], pace: Pace | None = None) -> FileRecord:
     """Write a new file through to the disk; ``chunks`` are bytes or contiguous uint8 arrays."""
-    digest, size = hashlib.sha256(), 0
+    digest, size, synced = hashlib.sha256(), 0, 0
     with path.open("xb") as file:
         for chunk in chunks:
             digest.update(chunk)
             size += file.write(chunk)
+            if size - synced > _SYNC_BYTES:
+                file.flush()
+                os.fsync(file.fileno())
+                synced = size
+            if pace is not None:
+                pace()
         file.flush()
         os.fsync(file.fileno())
     return FileRecord(size, digest.hexdigest())
@@ -217,19 +346,19 @@ def _put_in_place(saving: Path, final: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _write_latest(folder: Path, name: str) -> None:
-    temporary = folder / f"{_LATEST}.tmp"
+def _write_pointer(pointer: Path, name: str) -> None:
+    temporary = pointer.with_name(f"{pointer.name}.tmp")
     temporary.unlink(missing_ok=True)
     _write(temporary, [f"{name}\n".encode()])
-    temporary.replace(folder / _LATEST)
-    _sync_directory(folder)
+    temporary.replace(pointer)
+    _sync_directory(pointer.parent)
 
 
 def _repair(folder: Path) -> None:
     """Clear away what killed saves left."""
     if (folder / _SAVING).exists():
         shutil.rmtree(folder / _SAVING)
-    for replaced in folder.glob(f"step_*{_REPLACED}"):
+    for replaced in folder.glob(f"*{_REPLACED}"):
         original = replaced.with_name(replaced.name.removesuffix(_REPLACED))
         if original.exists():
             shutil.rmtree(replaced)
@@ -265,12 +394,13 @@ def _versions() -> dict[str, str]:
 # ------------------------------------------------------------------------------------ finding
 
 
-def find(path: str | Path) -> Path:
+def find(path: str | Path, states: Collection[str] | None = None) -> Path:
     """The directory of the checkpoint that ``path`` means, every checksum verified.
 
     Args:
         path: a run directory, which means its newest undamaged checkpoint; a checkpoint directory;
-            or a file in one, or ``latest``.
+            or a file in one, or ``latest`` or ``best``.
+        states: only what these consist of is verified, and needs to be there; None for all.
 
     Raises:
         CheckpointError: with the absolute path and the reason.
@@ -279,14 +409,17 @@ def find(path: str | Path) -> Path:
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such file or directory")
     if path.is_file():
-        is_pointer = path.name == _LATEST
-        directory = path.parent / (path.read_text("utf-8", "replace").strip() if is_pointer else "")
+        directory = path.parent
+        if path.name in (_LATEST, _BEST):
+            name = path.read_text("utf-8", "replace").strip()
+            is_name = _STEP.fullmatch(name) or _BEST_STEP.fullmatch(name)
+            directory = directory / name if is_name else directory
         if not _looks_like_checkpoint(directory):
             raise CheckpointError(f"{path}: not a file of a checkpoint")
     else:
         directory = path
     if _looks_like_checkpoint(directory):
-        verify(directory)
+        verify(directory, states)
         return directory
     steps = _steps_in(directory / _FOLDER) or _steps_in(directory)
     if not steps:
@@ -295,7 +428,7 @@ def find(path: str | Path) -> Path:
         raise CheckpointError(f"{path}: {what}")
     for candidate in steps:
         try:
-            verify(candidate)
+            verify(candidate, states)
         except _DamagedError as error:
             _log.warning("skipped a checkpoint: %s", error)
         else:
@@ -373,19 +506,25 @@ def read_manifest(directory: str | Path) -> Manifest:
             )
         files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
         return Manifest(**fields, files=files)
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise _DamagedError(f"{directory}: damaged: {_MANIFEST} is not a manifest") from error
 
 
-def verify(directory: str | Path) -> Manifest:
-    """Read every file of a checkpoint directory against its manifest, which is returned.
+def verify(directory: str | Path, states: Collection[str] | None = None) -> Manifest:
+    """Read the files of a checkpoint directory against its manifest, which is returned.
+
+    Args:
+        directory: of the checkpoint.
+        states: only read what these consist of; None for all.
 
     Raises:
         CheckpointError: as `read_manifest`, or a file is not what the manifest says.
     """
     directory = Path(directory).absolute()
     manifest = read_manifest(directory)
-    for name in manifest.files:
+    for name in manifest.files_of(manifest.states if states is None else states):
         _verify_file(directory, name, manifest)
     return manifest
 
@@ -393,14 +532,14 @@ def verify(directory: str | Path) -> Manifest:
 def _verify_file(directory: Path, name: str, manifest: Manifest) -> Path:
     """The path of file ``name`` of ``manifest``, its content verified."""
     path, record = directory / name, manifest.files[name]
-    if path.resolve().parent != directory.resolve():
+    if path.is_symlink() or path.resolve().parent != directory.resolve():
         raise _DamagedError(f"{directory}: refused: {name!r} leads out of it")
     try:
         status = path.stat()
         if (size := status.st_size) != record.size_bytes:
             wanted = f"{record.size_bytes:,} bytes are needed"
             raise _DamagedError(f"{directory}: damaged: {name} has {size:,} bytes; {wanted}")
-        sha256 = _sha256(path, (status.st_ino, size, status.st_mtime_ns, status.st_ctime_ns))
+        sha256 = _sha256(path, (status.st_ino, size, status.st_mtime_ns))
     except OSError as error:
         raise _DamagedError(f"{directory}: incomplete: {error}") from error
     if sha256 != record.sha256:
@@ -408,9 +547,12 @@ def _verify_file(directory: Path, name: str, manifest: Manifest) -> Path:
     return path
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1 << 14)  # a large replay has thousands of files
 def _sha256(path: Path, identity: tuple[int, ...]) -> str:
-    """Of the file's content, read once: ``identity`` tells whether it may have changed since."""
+    """Of the file's content, read once: ``identity`` tells whether it may have changed since.
+
+    The time of a change of status is no part of it: another link to the file changes that.
+    """
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
@@ -466,9 +608,15 @@ def load(directory: str | Path, names: Iterable[str]) -> dict[str, Any]:
                 _verify_file(directory, f"{name}.safetensors", manifest)
             )
             skeleton = _verify_file(directory, f"{name}.json", manifest).read_text()
-            states[name] = decode(json.loads(skeleton), tensors)
-        except (LookupError, TypeError, ValueError, safetensors.SafetensorError) as error:
+            file = functools.partial(_stored_file, directory, manifest=manifest)
+            states[name] = decode(json.loads(skeleton), tensors, file)
+        except _UNREADABLE as error:
             if isinstance(error, CheckpointError):
                 raise
             raise _DamagedError(f"{directory}: damaged: {name} can't be read: {error}") from error
     return states
+
+
+def _stored_file(directory: Path, name: str, manifest: Manifest) -> StoredFile:
+    path, record = _verify_file(directory, name, manifest), manifest.files[name]
+    return StoredFile(path, record.size_bytes, record.sha256, synced=True)

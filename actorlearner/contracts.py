@@ -768,7 +768,10 @@ class RecurrentPolicyFactory(PolicyFactory, Protocol):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Something that a checkpoint holds: nested dicts and lists of arrays, tensors and scalars."""
+    """Something that a checkpoint holds: nested dicts and lists of arrays, tensors and scalars.
+
+    What is too large to be copied can be a leaf of `actorlearner.statetree`'s.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """All that `load_state_dict` needs."""
@@ -777,6 +780,21 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any:
         """Go back to ``state``."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlace:
+    """Where a store may keep files.
+
+    Attributes:
+        directory: its own, maybe to be made; what is in there was left by a process that is gone.
+        num_checkpoints: of its states that are kept.
+        rows_between: about how many rows come between two of them.
+    """
+
+    directory: Path
+    num_checkpoints: int
+    rows_between: int
 
 
 class Store(Stateful, Protocol):
@@ -792,8 +810,12 @@ class Store(Stateful, Protocol):
         sample_spec: SampleSpec | SequenceSpec,
         layout: StreamLayout,
         planned_updates: int,
+        place: StorePlace | None = None,
     ) -> None:
-        """Allocate. Idempotent; raises `BadInput` for what can't be stored."""
+        """Allocate. Idempotent; raises `BadInput` for what can't be stored.
+
+        Without ``place`` there is no run directory, and nothing is written.
+        """
         ...
 
     @property
@@ -1098,6 +1120,7 @@ __all__ = [
     "Stateful",
     "StepOutput",
     "Store",
+    "StorePlace",
     "StreamLayout",
     "StreamState",
     "Tracker",

@@ -59,7 +59,7 @@ def load_policy(
         CheckpointError: missing, damaged, of another agent, or too old to tell what is needed.
         SettingError: the agent's package is not trusted.
     """
-    where = checkpoint.find(path)
+    where = checkpoint.find(path, ["agent"])
     manifest = checkpoint.read_manifest(where)
     try:
         env_spec = EnvSpec.from_json(manifest.info["env"])

@@ -49,6 +49,11 @@ class Interrupts:
             signal.signal(number, handler)
         self._before = {}
 
+    @property
+    def seconds_since(self) -> float:
+        """How long ago the first signal came; 0 if none has."""
+        return 0.0 if self.signal is None else time.monotonic() - self._noted_at
+
     def defer(self) -> None:
         """From now on note the first signal only."""
         self._deferred = True

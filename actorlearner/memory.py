@@ -1,7 +1,8 @@
-"""How much memory there is to be had: the machine's, or what a container leaves of it."""
+"""How much memory and disk there is to be had: the machine's, or what a container leaves of it."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import psutil
@@ -29,6 +30,12 @@ def free_memory() -> int:
             names = "memory.limit_in_bytes", "memory.usage_in_bytes"
             free = min(free, _left(_CGROUPS / "memory", path, *names))
     return max(0, free)
+
+
+def free_disk(directory: Path) -> int:
+    """Bytes that can still be written below ``directory``, which need not exist."""
+    exists = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    return shutil.disk_usage(exists).free
 
 
 def _left(root: Path, path: str, limit_name: str, usage_name: str) -> int:

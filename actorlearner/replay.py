@@ -7,8 +7,11 @@ B columns of any of them.
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -27,10 +30,11 @@ from actorlearner.contracts import (
     SequenceBatch,
     SequenceSpec,
     SettingError,
+    StorePlace,
     StreamLayout,
     Unroll,
 )
-from actorlearner.memory import free_memory
+from actorlearner.memory import free_disk, free_memory
 from actorlearner.returns import n_step
 from actorlearner.ring import BlockRing
 from actorlearner.sum_tree import SumTree
@@ -52,6 +56,8 @@ class ReplaySettings(Settings):
         priority_epsilon: added to every priority, so that each row can be drawn again.
         initial_priority: of new rows: the highest one seen (max), or that of the TD error by the
             values that the policy had when it acted (actor).
+        storage: where observations are kept: in memory; or on disk, in files in the run directory,
+            which checkpoints share. The rest of a row is in memory.
         save: put the contents into checkpoints.
     """
 
@@ -65,6 +71,7 @@ class ReplaySettings(Settings):
     beta_updates: int | None = setting(None, low=1)
     priority_epsilon: float = setting(1e-6, above=0)
     initial_priority: Literal["max", "actor"] = "max"
+    storage: Literal["memory", "disk"] = "memory"
     save: bool = True
 
 
@@ -134,6 +141,7 @@ class ReplayBuffer:
         sample_spec: SampleSpec | SequenceSpec,
         layout: StreamLayout,
         planned_updates: int,
+        place: StorePlace | None = None,
     ) -> None:
         """Allocate; a second call with the same arguments keeps the contents.
 
@@ -142,11 +150,12 @@ class ReplayBuffer:
             sample_spec: what a batch must be.
             layout: how experience arrives.
             planned_updates: updates over which beta goes to 1 unless the settings say otherwise.
+            place: for files; None if there is no run directory.
 
         Raises:
             SettingError: the capacity can't hold two unrolls of every stream, or a sequence of
-                each and an unroll more; the memory can't hold the capacity; or sequences shall be
-                drawn by priority.
+                each and an unroll more; the memory or the disk can't hold the capacity; there is
+                no place for files that are asked for; or sequences shall be drawn by priority.
             BadInput: the buffer was built for something else.
         """
         asked = {
@@ -188,8 +197,21 @@ class ReplayBuffer:
                 f"{unrolls} unrolls of {layout.unroll_length} rows for each of "
                 f"{layout.num_streams} streams"
             )
-        self._state_memory(BlockRing.bytes_per_row(env_spec, extras, length is not None))
-        ring = BlockRing(env_spec, layout, self.settings.capacity, extras, length)
+        in_memory = BlockRing.bytes_per_row(env_spec, extras, length is not None)
+        if self.settings.prioritized:
+            in_memory += 9  # a leaf, and its share of the sums above
+        in_files, directory = 0, None
+        if place is not None:
+            # What a killed process left; what checkpoints need of it they hold by themselves.
+            shutil.rmtree(place.directory, ignore_errors=True)
+        if self.settings.storage == "disk":
+            in_files = sum(spec.zeros().nbytes for spec in env_spec.observation.values())
+            in_memory -= in_files
+            directory = _made(place)
+        self._state_memory(in_memory)
+        if place is not None:
+            self._state_disk(place, in_memory, in_files)
+        ring = BlockRing(env_spec, layout, self.settings.capacity, extras, length, directory)
         self._built_ring = ring
         self._tree = SumTree(ring.num_rows) if self.settings.prioritized else None
         self._env_spec, self._sample_spec = env_spec, sample_spec
@@ -502,8 +524,6 @@ class ReplayBuffer:
             SettingError: there is less.
         """
         capacity, free = self.settings.capacity, free_memory()
-        if self.settings.prioritized:
-            bytes_per_row += 9  # a leaf, and its share of the sums above
         needed = capacity * bytes_per_row
         logger.info(
             "The replay takes %s of memory for %s rows; %s are free.",
@@ -514,6 +534,31 @@ class ReplayBuffer:
                 f"replay.capacity={capacity}: needs {_size(needed)}, {_size(free)} are free; "
                 f"at most {free // bytes_per_row} fit"
             )
+
+    def _state_disk(self, place: StorePlace, in_memory: int, in_files: int) -> None:
+        """Say what files will take, given bytes per row; refuse what there is not.
+
+        Checkpoints hold copies of what is in memory, and share files; those of rows that were
+        overwritten since then stay for them.
+
+        Raises:
+            SettingError: the files of the replay do not fit.
+        """
+        capacity, kept = self.settings.capacity, place.num_checkpoints
+        shared = (capacity + kept * min(place.rows_between, capacity)) * in_files
+        copied = (kept + 1) * capacity * in_memory if self.settings.save else 0
+        run_dir = place.directory.parent
+        names = ("*.page", "replay.safetensors")
+        held = {s.st_ino: s.st_size for n in names for s in map(os.stat, run_dir.rglob(n))}
+        free = free_disk(run_dir) + sum(held.values())
+        needs = f"needs up to {_size(shared + copied)} of disk with its checkpoints; "
+        needs += f"{_size(free)} are free for {run_dir}"
+        logger.info("The replay %s.", needs)
+        if shared + copied > free:
+            advice = "take a smaller trainer.keep_last or replay.capacity, or another run_dir"
+            if in_files:
+                raise SettingError(f"replay.capacity={capacity}: {needs}: {advice}")
+            logger.warning("the disk may become too small for checkpoints: %s", advice)
 
     def _draw_uniformly(self, count: int) -> NDArray[np.int64]:
         """Addresses ``[count]`` of rows to begin at, each as likely as any other."""
@@ -534,6 +579,30 @@ class ReplayBuffer:
         probability = tree.get(addresses) / total
         weight = (self._ring.num_drawable * probability) ** -self.beta
         return addresses, (weight / weight.max()).astype(np.float32)
+
+
+def _made(place: StorePlace | None) -> Path:
+    """The directory of ``place``, where there can be files that have several names.
+
+    Raises:
+        SettingError: it can't be.
+    """
+    if place is None:
+        raise SettingError("replay.storage=disk: needs a run directory: set run_dir=...")
+    directory = place.directory
+    try:
+        directory.mkdir(parents=True)
+        probe, link = directory / "probe", directory / "link"
+        probe.touch()
+        os.link(probe, link)
+        probe.unlink()
+        link.unlink()
+    except OSError as error:
+        raise SettingError(
+            f"replay.storage=disk: {directory} can't have files with hard links: "
+            f"{error.strerror}; use another run_dir, or replay.storage=memory"
+        ) from error
+    return directory
 
 
 def _size(num_bytes: float) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from actorlearner.contracts import (
     StreamLayout,
     Unroll,
 )
+from actorlearner.rows import DiskRows, MemoryRows, saved_layout
 
 
 class BlockRing:
@@ -53,7 +55,8 @@ class BlockRing:
         num_rows: rows that fit, a multiple of ``T``.
         head: key of the next row to be written, a multiple of ``T``.
         num_drawable: rows stored that can be drawn.
-        observation: each ``[num_rows + num_streams, ...]``, the tails at the end, as below.
+        observation: each ``[num_rows + num_streams, ...]``, the tails at the end, as below; in
+            memory or on disk.
         action: ``[num_rows + num_streams, ...]``.
         reward: float32 ``[num_rows + num_streams]``.
         terminated: bool ``[num_rows + num_streams]``.
@@ -82,14 +85,31 @@ class BlockRing:
         capacity: int,
         extras: Mapping[str, ArraySpec] | None = None,
         sequence_length: int | None = None,
+        directory: Path | None = None,
     ) -> None:
+        """Nothing is stored.
+
+        Args:
+            env_spec: what rows consist of.
+            layout: how they arrive.
+            capacity: rows, at most.
+            extras: what else of each row is stored.
+            sequence_length: rows of a sequence behind its first; None if transitions are drawn.
+            directory: where observations go to, which exists; None keeps them in memory.
+        """
         self.layout = layout
         self.sequence_length = sequence_length
         self.num_rows = capacity // layout.unroll_length * layout.unroll_length
         num_places = self.num_rows + layout.num_streams
         self._stacks = {key: spec.stack for key, spec in env_spec.observation.items()}
         self._max_age = max(self._stacks.values()) - 1
-        self.observation = {k: spec.zeros(num_places) for k, spec in env_spec.observation.items()}
+        self.observation: dict[str, MemoryRows | DiskRows] = {}
+        for index, (key, spec) in enumerate(env_spec.observation.items()):
+            if directory is None:
+                self.observation[key] = MemoryRows(spec, num_places)
+            else:
+                prefix = directory / f"observation_{index}"
+                self.observation[key] = DiskRows(spec, self.num_rows, layout.num_streams, prefix)
         self.action = env_spec.action.zeros(num_places)
         self.reward = np.zeros(num_places, np.float32)
         self.terminated = np.zeros(num_places, np.bool_)
@@ -102,7 +122,7 @@ class BlockRing:
         self.age = np.zeros(num_places, np.uint8)
         num_blocks = self.num_rows // layout.unroll_length
         self.preceding = np.zeros(num_blocks + layout.num_streams, np.int64)
-        self.extras = {name: spec.zeros(num_places) for name, spec in (extras or {}).items()}
+        self.extras = {k: MemoryRows(spec, num_places) for k, spec in (extras or {}).items()}
         self.head = 0
         self.num_drawable = 0
         self._given_up: list[NDArray[np.int64]] = []
@@ -161,8 +181,8 @@ class BlockRing:
         for key, array in unroll.observation.items():
             self.observation[key][rows_BT] = array[:-1].swapaxes(0, 1)
             self.observation[key][self._tail(streams)] = array[-1]
-        for name, array in self.extras.items():
-            array[rows_BT] = unroll.extras[name].swapaxes(0, 1)
+        for name, rows in self.extras.items():
+            rows[rows_BT] = unroll.extras[name].swapaxes(0, 1)
         self.action[rows_BT] = unroll.action.swapaxes(0, 1)
         self.reward[rows_BT] = unroll.reward.T
         self.terminated[rows_BT] = unroll.terminated.T
@@ -228,19 +248,22 @@ class BlockRing:
         for back in range(self._max_age):
             places.append(np.where(age > back, self.before(places[-1]), places[-1]))
         observation = {}
-        for key, array in self.observation.items():
+        for key, rows in self.observation.items():
             stack = self._stacks[key]
             index = addresses if stack == 1 else np.stack(places[stack - 1 :: -1], axis=1)
-            observation[key] = array[index]
+            observation[key] = rows[index]
         return observation
 
     def state_dict(self) -> dict[str, Any]:
-        """What is stored; the arrays are views."""
+        """What is stored; the arrays are views, but for those that can be large."""
         tails = self._tail(np.arange(self.layout.num_streams))
         return {
             **self._shape(),
             "head": self.head,
-            "rows": {name: a[: self.num_stored] for name, a in self._arrays().items()},
+            "rows": {
+                **{name: a[: self.num_stored] for name, a in self._arrays().items()},
+                **{name: rows.save(self.num_stored) for name, rows in self._large().items()},
+            },
             "tails": {key: a[tails] for key, a in self.observation.items()},
             "tail_ages": self.age[tails],
             "preceding": self.preceding,
@@ -260,11 +283,13 @@ class BlockRing:
         Raises:
             CheckpointError: see `ReplayBuffer.load_state_dict`.
         """
-        arrays = self._arrays()
-        self._refuse_misfit(state, arrays)
+        arrays, large = self._arrays(), self._large()
+        self._refuse_misfit(state, {**arrays, **large})
         self.head = int(state["head"])
         for name, array in arrays.items():
             array[: self.num_stored] = state["rows"][name]
+        for name, rows in large.items():
+            rows.load(state["rows"][name], self.num_stored)
         self.valid[self.num_stored :] = self.drawable[self.num_stored :] = False
         self.num_drawable = int(np.count_nonzero(self.drawable))
         self.windows = deque(np.asarray(state.get("windows", ())).tolist())
@@ -279,7 +304,7 @@ class BlockRing:
             self.preceding[num_blocks:] = state["preceding"][num_blocks:]
             self.age[self.num_rows :] = state["tail_ages"]
             for key, tails in state["tails"].items():
-                self.observation[key][self.num_rows :] = tails
+                self.observation[key][self._tail(np.arange(self.layout.num_streams))] = tails
         else:
             self.last_key[:] = self.last_sequence[:] = -1
             self.chain_length[:] = 0
@@ -360,14 +385,18 @@ class BlockRing:
             }
         return {
             **of_sequences,
-            **{f"observation/{key}": array for key, array in self.observation.items()},
             "action": self.action,
             "reward": self.reward,
             "terminated": self.terminated,
             "valid": self.valid,
             "following": self.following,
             "age": self.age,
-            **{f"extras/{name}": array for name, array in self.extras.items()},
+        }
+
+    def _large(self) -> dict[str, MemoryRows | DiskRows]:
+        return {
+            **{f"observation/{key}": rows for key, rows in self.observation.items()},
+            **{f"extras/{name}": rows for name, rows in self.extras.items()},
         }
 
     def _tail(self, streams: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -477,7 +506,9 @@ class BlockRing:
         self.num_drawable -= len(cut)
         self._given_up.append(cut)
 
-    def _refuse_misfit(self, state: Any, arrays: Mapping[str, Array]) -> None:
+    def _refuse_misfit(
+        self, state: Any, arrays: Mapping[str, Array | MemoryRows | DiskRows]
+    ) -> None:
         shape_then = {name: state.get(name) for name in self._shape()}
         now, then = _in_words(self._shape()), _in_words(shape_then)
         if now != then:
@@ -486,7 +517,7 @@ class BlockRing:
                 "resume with the values of the checkpoint"
             )
         layout_now = {name: (a.shape[1:], a.dtype.name) for name, a in arrays.items()}
-        layout_then = {name: (a.shape[1:], a.dtype.name) for name, a in state["rows"].items()}
+        layout_then = {name: saved_layout(saved) for name, saved in state["rows"].items()}
         if layout_now != layout_then:
             raise CheckpointError(
                 f"the checkpoint holds a replay of rows {layout_then}, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,10 +12,12 @@ from typing import Any, cast
 import torch
 
 from actorlearner import checkpoint
+from actorlearner.checkpoint import Pace
 from actorlearner.config import Settings
 from actorlearner.contracts import Agent, CheckpointError, EnvSpec, Store
 from actorlearner.progress import Progress
 from actorlearner.runlog import RunLog
+from actorlearner.statetree import Packed
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +42,14 @@ class RunState:
     log: RunLog
     replay_buffer: Store
 
-    def save(self, run_dir: Path, texts: Mapping[str, str], keep_last: int, lockstep: bool) -> Path:
-        """Write a checkpoint, and return its directory.
+    def capture(
+        self, run_dir: Path, texts: Mapping[str, str], keep_last: int, lockstep: bool
+    ) -> Callable[[Pace | None], Path]:
+        """What writes a checkpoint of this moment, at any later one, and returns its directory.
+
+        It is called with a `checkpoint.Pace`.
+
+        Takes memory for a copy of all but what the store freezes (see `statetree`).
 
         Args:
             run_dir: below which it goes.
@@ -50,7 +58,7 @@ class RunState:
             lockstep: for people: whether the run was deterministic.
 
         Raises:
-            OSError: it could not be written; older ones stand.
+            OSError: it can't be written; older ones stand. What is returned raises it too.
         """
         states: dict[str, Any] = {
             "agent": dict(self.agent.state_dict()),
@@ -60,7 +68,30 @@ class RunState:
         }
         if self.replay_buffer.save:
             states["replay"] = self.replay_buffer.state_dict()
-        info = {
+        own = {name: Packed.of(state, name).detached() for name, state in states.items()}
+        info, env_steps = self._info(lockstep), self.progress.env_steps
+        return lambda pace: checkpoint.save(
+            run_dir, env_steps, own, info, texts, keep_last=keep_last, pace=pace
+        )
+
+    def capture_weights(
+        self, run_dir: Path, texts: Mapping[str, str], keep_best: int, lockstep: bool
+    ) -> Callable[[float, Pace | None], Path | None]:
+        """What writes a checkpoint of the weights of this moment, given how good they are.
+
+        It returns its directory, or None if ``keep_best`` others are better. Training can't go on
+        from it. The arguments are otherwise those of `capture`.
+        """
+        counters = {"env_steps": self.progress.env_steps, "updates": self.progress.updates}
+        states: dict[str, Any] = {"agent": dict(self.agent.state_dict()), "progress": counters}
+        own = {name: Packed.of(state, name).detached() for name, state in states.items()}
+        info, env_steps = self._info(lockstep), self.progress.env_steps
+        return lambda score, pace: checkpoint.save_best(
+            run_dir, env_steps, score, own, info, texts, keep_best=keep_best, pace=pace
+        )
+
+    def _info(self, lockstep: bool) -> dict[str, Any]:
+        return {
             "agent": _target_of(self.agent),
             "agent_settings": settings_of(self.agent),
             "env": asdict(self.env_spec),
@@ -68,8 +99,6 @@ class RunState:
             "episodes": self.log.episodes.count,
             "lockstep": lockstep,
         }
-        env_steps = self.progress.env_steps
-        return checkpoint.save(run_dir, env_steps, states, info, texts, keep_last=keep_last)
 
     def load(self, source: str | Path) -> None:
         """Go back to the checkpoint that ``source`` means (see `checkpoint.find`).
@@ -78,14 +107,20 @@ class RunState:
             CheckpointError: missing, damaged, or of another agent or environment.
         """
         names = ["optimizers", "progress", "log", *(["replay"] if self.replay_buffer.save else [])]
-        states = read_weights(source, self.agent, self.env_spec, names, same_env=True)
+        where = checkpoint.find(source)
+        if "optimizers" not in checkpoint.read_manifest(where).states:
+            raise CheckpointError(
+                f"{where}: holds weights only, to be evaluated (--eval-only); to go on, "
+                f"resume={where.parent.parent}"
+            )
+        states = read_weights(where, self.agent, self.env_spec, names, same_env=True)
         held, wanted = sorted(states["optimizers"]), sorted(self.optimizers)
         if held != wanted:
             raise CheckpointError(f"{source}: has optimizers {held}, not {wanted}")
         try:
             self._take(states)
-        except (KeyError, TypeError, IndexError) as error:
-            versions = checkpoint.read_manifest(checkpoint.find(source)).versions
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            versions = checkpoint.read_manifest(where).versions
             raise CheckpointError(
                 f"{source}: actorlearner {versions.get('actorlearner')} wrote its state in another "
                 f"way ({type(error).__name__}: {error}); its weights can still be evaluated "
@@ -130,7 +165,7 @@ def read_weights(
     Raises:
         CheckpointError: missing, damaged, or of another agent or environment.
     """
-    where = checkpoint.find(source)
+    where = checkpoint.find(source, ["agent", *names])
     manifest = checkpoint.read_manifest(where)
     held, env = manifest.info.get("agent"), manifest.info.get("env", {})
     if held != _target_of(agent):

@@ -121,7 +121,7 @@ class Packed:
         return cls(json.dumps(tree, indent=1) + "\n", encoder.entries, encoder.files)
 
     def detached(self) -> Packed:
-        """With arrays of its own, so that the state may change; frozen ones see to it themselves."""
+        """With arrays of its own, so that the state may change; frozen ones don't mind."""
         own = {
             key: entry._replace(array=entry.array.copy())
             if isinstance(entry.array, np.ndarray)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -29,7 +30,9 @@ from actorlearner.assembly import (
     resolve_device,
     worker_specs,
 )
+from actorlearner.background import Background
 from actorlearner.callbacks import Callback
+from actorlearner.checkpoint import Pace
 from actorlearner.config import Settings, setting, unknown_key
 from actorlearner.contracts import (
     Agent,
@@ -43,12 +46,14 @@ from actorlearner.contracts import (
     NonFiniteError,
     SettingError,
     Store,
+    StorePlace,
     StreamLayout,
     Tracker,
 )
 from actorlearner.control import FILE_NAME, Control
 from actorlearner.envs import EnvLike, GymEnvFactory
 from actorlearner.evaluate import EvaluationSettings, summarise, write_films
+from actorlearner.faults import Faults, FaultSettings
 from actorlearner.interrupts import Interrupts
 from actorlearner.messages import Messages
 from actorlearner.metrics import ConsoleMode
@@ -97,6 +102,7 @@ class TrainerSettings(Settings):
         "evaluation",
         "launch",
         "tracking",
+        "faults",
     )
     """Those that stand at the root of the config tree."""
 
@@ -126,6 +132,8 @@ class TrainerSettings(Settings):
     """Settings of the launcher that ``workers`` > 0 starts, and its ``target``."""
     tracking: dict[str, Any] | None = None
     """Settings of an experiment tracker, and its ``target``; None for none."""
+    faults: FaultSettings = field(default_factory=FaultSettings)
+    """See `FaultSettings`."""
 
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Of the model's parameters."""
@@ -141,6 +149,10 @@ class TrainerSettings(Settings):
     """Env steps between lines of metrics."""
     keep_last: int = setting(3, low=1)
     """Checkpoints that stay."""
+    keep_best: int = setting(1, low=0)
+    """Weights that stay because they were evaluated best, beside those checkpoints."""
+    preempt_deadline_s: float | None = setting(None, above=0)
+    """Seconds after SIGINT or SIGTERM in which to save; then the run ends unsaved. None waits."""
     console: ConsoleMode = "auto"
     """Progress on standard error: auto, bar, plain or off."""
     callbacks: tuple[dict[str, Any], ...] = ()
@@ -182,7 +194,6 @@ class Trainer:
         dtype: of the model's parameters.
         checkpoint: what to go on from.
         model: what `fit` trains, or trained last; None before.
-        save_failed: whether the newest checkpoint could not be written.
     """
 
     def __init__(
@@ -221,13 +232,15 @@ class Trainer:
         self.config = config
         self.device = resolve_device(self.settings.device, self.settings.lockstep)
         self.dtype: torch.dtype = getattr(torch, self.settings.dtype)
-        self.save_failed = False
         self.checkpoint = checkpoint
         self.model: Agent | None = None
         self._callbacks = [
             *make_callbacks(self.settings),
             *(callback for callback in callbacks if isinstance(callback, Callback)),
         ]
+        self._faults = Faults(self.settings.faults)
+        if self.settings.faults.any:
+            self._callbacks.append(self._faults)
         self._stops = False
         self._launcher: Launcher | str | None = launcher
         self._tensorboard = tensorboard
@@ -239,6 +252,13 @@ class Trainer:
         self._interrupts = Interrupts()
         self._in_update = False
         self._saved_at = (0, 0)
+        self._writer: Background[Path | None] = Background("al-checkpoint")
+        self._writing_at: tuple[int, int] | None = None  # None of weights that were evaluated best
+        self._maybe_best: list[Callable[[Pace | None], Path | None]] = []
+        self._checkpoint_is_due = False
+        self._unwritten: set[str] = set()
+        self._gave_up = False
+        self._evaluated: tuple[int, Callable[[float, Pace | None], Path | None]] | None = None
         self._published_at = 0
         self._published_scalars: dict[str, float] = {}
         self._running_launcher: Launcher | None = None
@@ -258,6 +278,16 @@ class Trainer:
     def log_failed(self) -> bool:
         """Whether some metrics could not be written."""
         return self._log.failed
+
+    @property
+    def save_failed(self) -> bool:
+        """Whether the newest checkpoint, or the best weights, could not be written."""
+        return bool(self._unwritten)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether something is being written, or was and nobody has looked since."""
+        return self._writer.is_busy
 
     @property
     def is_saved(self) -> bool:
@@ -319,6 +349,7 @@ class Trainer:
             self._write_training(replay_buffer)
             metrics = self.evaluate(model)
             self._save(model)
+            self._finish_save()
             self._tell_end(metrics)
         return metrics
 
@@ -434,8 +465,15 @@ class Trainer:
                 self._request_evaluation(launcher, model, before)
         if (result := launcher.poll_evaluation()) is not None:
             self._take_evaluation(result)
-        if self._progress.checkpoint_clock.due(self.env_steps) and not is_last:
-            self._save(model)
+        if self._writer.is_done:
+            self._take_written()
+        self._write_best()
+        self._checkpoint_is_due |= self._progress.checkpoint_clock.due(self.env_steps)
+        if self._checkpoint_is_due and not is_last:
+            if self._writer.is_busy and not self.settings.lockstep:
+                self._writer.hurry()  # this one comes as soon as that is written
+            else:
+                self._save(model)
 
     def _take_live_changes(self, model: Agent) -> None:
         """Do what ``control.json`` asks for; what it can't have ends no run, but it is told."""
@@ -461,6 +499,7 @@ class Trainer:
         request = self.settings.evaluation.request(self.env_steps)
         with self._log.split("evaluate"):
             if launcher.request_evaluation(model.snapshot(self.updates), request):
+                self._keep_evaluated(model)
                 self._progress.before_evaluation = before
             else:
                 logger.info("skipped an evaluation: the one before it is still running")
@@ -468,6 +507,7 @@ class Trainer:
     def _take_evaluation(self, result: EvaluationResult) -> dict[str, float]:
         self._progress.before_evaluation = None
         metrics = self._log.write_evaluation(result)
+        self._save_if_best(result, metrics["evaluation/return_mean"])
         for callback in self._callbacks:
             callback.after_evaluation(self, metrics)
         return metrics
@@ -491,6 +531,7 @@ class Trainer:
         with self._log.split("evaluate"):
             while not launcher.request_evaluation(snapshot, request):
                 self._take_evaluation(self._await_evaluation(launcher))
+            self._keep_evaluated(model)
             result = self._await_evaluation(launcher)
         return self._take_evaluation(result)
 
@@ -565,17 +606,19 @@ class Trainer:
             BadInput: there is no run directory.
             LauncherClosed: `fit` has not run.
         """
-        directory = self._write_checkpoint(model)
+        write = self._captured(model)
+        self._finish_save()
+        directory = write(None)
         self._tell_save(directory)
         return directory
 
-    def _write_checkpoint(self, model: Agent) -> Path:
+    def _captured(self, model: Agent) -> Callable[[Pace | None], Path]:
+        """What writes a checkpoint of this moment."""
         if self.settings.run_dir is None:
             raise BadInput("run_dir=None: a checkpoint needs a run directory")
         if self._replay_buffer is None:
             raise LauncherClosed("there is nothing to save before fit()")
-        state = self._run_state(model, self._replay_buffer)
-        return state.save(
+        return self._run_state(model, self._replay_buffer).capture(
             self.settings.run_dir,
             texts=self._config_texts(),
             keep_last=self.settings.keep_last,
@@ -596,6 +639,7 @@ class Trainer:
             return
         if self._replay_buffer is None:
             raise LauncherClosed("there is nothing to load into before fit()")
+        self._finish_save()
         self._run_state(model, self._replay_buffer).load(self.checkpoint)
         self._saved_at = self.env_steps, self.updates
         self._tell_progress(model)
@@ -611,15 +655,18 @@ class Trainer:
     def _running(self, env: EnvLike, replay_buffer: Store, model: Agent) -> Iterator[Launcher]:
         """Everything around the loop: build, load, start, and however it ends, save and close."""
         s = self.settings
-        factory = GymEnvFactory.of(env)
+        factory = self._faults.put_into(GymEnvFactory.of(env))
         self.model, self._stops = model, False
         with ExitStack() as stack:
             messages = stack.enter_context(Messages(console=s.console != "off"))
             self._interrupts = stack.enter_context(Interrupts())
             stack.enter_context(learner_threads(s))
+            stack.enter_context(self._faults.limits())
             launcher = stack.enter_context(make_launcher(s, self._launcher))
             if s.run_dir is not None:
                 checkpoint.refuse_used(s.run_dir, goes_on_from=self.checkpoint)
+                if self.checkpoint is None:
+                    checkpoint.forget_best(s.run_dir)
             tracker = make_tracker(s)
             env_spec = launcher.probe(factory, s.evaluation.render_mode)
             self._build(env_spec, replay_buffer, model)
@@ -646,16 +693,8 @@ class Trainer:
             try:
                 yield launcher
             except (Exception, KeyboardInterrupt, SystemExit):
-                # Inside an update the weights may be half changed: the last checkpoint stands.
-                if not (self._in_update or self._interrupts.insists or self.is_saved):
-                    is_signal = self._interrupts.signal is not None
-                    logger.warning(
-                        "%s: saving and closing", "interrupted" if is_signal else "failed"
-                    )
-                    try:
-                        self._save(model)
-                    except Exception:  # of a callback, say: what came first is to be told
-                        logger.exception("saving failed, too")
+                if not (self._interrupts.insists or self._gave_up):
+                    self._save_at_last(model)
                 raise
             finally:
                 self._running_launcher = None
@@ -672,13 +711,22 @@ class Trainer:
         warmup = replay_buffer.warmup_env_steps
         owed_rows = max(0, s.total_steps - warmup) * s.samples_per_insert
         replay_buffer.seed(s.seed)
-        replay_buffer.build(env_spec, sample_spec, layout, int(owed_rows / sample_spec.num_rows))
+        planned_updates = int(owed_rows / sample_spec.num_rows)
+        replay_buffer.build(env_spec, sample_spec, layout, planned_updates, self._store_place())
         if s.lockstep and not replay_buffer.save:
             raise SettingError("replay.save=False: lockstep needs the replay in its checkpoints")
         self._replay_buffer = replay_buffer
         self._progress = self._new_progress(sample_spec.num_rows, warmup)
         self._log = RunLog(s.run_dir, self._tensorboard, self._sinks)
-        self._saved_at, self.save_failed, self._in_update = (0, 0), False, False
+        self._saved_at, self._in_update, self._gave_up = (0, 0), False, False
+        self._unwritten, self._evaluated, self._maybe_best = set(), None, []
+        self._checkpoint_is_due = False
+
+    def _store_place(self) -> StorePlace | None:
+        s = self.settings
+        if s.run_dir is None:
+            return None
+        return StorePlace(s.run_dir / "replay", s.keep_last, s.checkpoint_every_env_steps)
 
     def _new_progress(self, batch_rows: int, warmup_env_steps: int) -> Progress:
         s = self.settings
@@ -764,19 +812,101 @@ class Trainer:
         )
 
     def _save(self, model: Agent) -> None:
-        """Save if there is a run directory; a full disk ends no run, but it is told."""
+        """Begin to save if there is a run directory; a full disk ends no run, but it is told.
+
+        What is still being written is waited for: only one at a time takes memory.
+        """
         if self.settings.run_dir is None:
             return
+        self._finish_save()
+        self._checkpoint_is_due = False
+        self._writing_at = self.env_steps, self.updates
+        with self._log.split("checkpoint"):
+            try:
+                self._writer.start(partial(self._captured(model), self._writer.pace))
+            except OSError as error:
+                self._tell_unwritten(error)
+        if self.settings.lockstep:  # what callbacks do then mustn't depend on how long it took
+            self._finish_save()
+
+    def _finish_save(self) -> None:
+        """Wait for what is being written, and what waits to be, and see what came of it.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: a signal came, and the time to save is over.
+        """
+        deadline_s = self.settings.preempt_deadline_s
+        with self._log.split("checkpoint"):
+            self._write_best()
+            while self._writer.is_busy:
+                if self._writer.wait(_WAIT_S):
+                    self._take_written()
+                    self._write_best()
+                elif deadline_s is not None and self._interrupts.seconds_since > deadline_s:
+                    logger.error(
+                        "trainer.preempt_deadline_s=%g: the checkpoint was not written by then",
+                        deadline_s,
+                    )
+                    self._gave_up = True
+                    self._interrupts.raise_if_any()
+
+    def _take_written(self) -> None:
         try:
-            with self._log.split("checkpoint"):
-                path = self._write_checkpoint(model)
+            path = self._writer.take()
         except OSError as error:
-            self.save_failed = True
-            logger.error("no checkpoint was written, training goes on: %s", error)
+            self._tell_unwritten(error)
         else:
-            self.save_failed, self._saved_at = False, (self.env_steps, self.updates)
+            self._note_written(path)
+
+    def _tell_unwritten(self, error: OSError) -> None:
+        logger.error("no checkpoint was written, training goes on: %s", error)
+        self._unwritten.add("best" if self._writing_at is None else "newest")
+
+    def _note_written(self, path: Path | None) -> None:
+        if self._writing_at is None:
+            self._unwritten.discard("best")
+        else:
+            self._unwritten.discard("newest")
+            self._saved_at = self._writing_at
+        if path is not None:
             logger.debug("saved %s", path)
+        if path is not None and self._writing_at is not None:
             self._tell_save(path)
+
+    def _save_at_last(self, model: Agent) -> None:
+        """Save what would be lost, when something has been raised; in an update nothing is lost.
+
+        Then the weights may be half changed: the last checkpoint stands.
+        """
+        try:
+            self._finish_save()
+            if self._in_update or self.is_saved:
+                return
+            is_signal = self._interrupts.signal is not None
+            logger.warning("%s: saving and closing", "interrupted" if is_signal else "failed")
+            self._save(model)
+            self._finish_save()
+        except Exception:  # of a callback, say: what came first is to be told
+            logger.exception("saving failed, too")
+
+    def _keep_evaluated(self, model: Agent) -> None:
+        """Hold on to the weights whose evaluation begins, until its result tells their worth."""
+        s = self.settings
+        if s.run_dir is not None and s.keep_best and self._replay_buffer is not None:
+            state = self._run_state(model, self._replay_buffer)
+            write = state.capture_weights(s.run_dir, self._config_texts(), s.keep_best, s.lockstep)
+            self._evaluated = self.updates, write
+
+    def _save_if_best(self, result: EvaluationResult, score: float) -> None:
+        evaluated, self._evaluated = self._evaluated, None
+        if evaluated is not None and evaluated[0] == result.version:
+            self._maybe_best.append(partial(evaluated[1], score))
+
+    def _write_best(self) -> None:
+        """Begin to write weights that may be the best, unless something is being written."""
+        if self._maybe_best and not self._writer.is_busy:
+            self._writing_at = None
+            self._writer.start(partial(self._maybe_best.pop(0), self._writer.pace))
 
     def _resume_point(self) -> tuple[int, int] | None:
         return None if self.checkpoint is None else (self.env_steps, self.updates)

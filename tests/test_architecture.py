@@ -40,6 +40,7 @@ FLOORS = {
     "statetree": 1,
     "randomness": 1,
     "interrupts": 1,
+    "background": 1,
     "pulse": 1,
     "messages": 1,
     "onnx_export": 1,
@@ -52,6 +53,7 @@ FLOORS = {
     "envs": 2,
     "suites": 2,
     "worker": 2,
+    "rows": 2,
     "ring": 2,
     "replay": 2,
     "evaluate": 2,
@@ -101,6 +103,7 @@ SAME_FLOOR = {
     ("launch.local", "launch._child"),
     ("launch._zygote", "launch._child"),
     ("replay", "ring"),  # where it keeps rows
+    ("ring", "rows"),  # likewise, of those that are large
     ("trainer", "assembly"),  # cut out of it
     ("agents.dreamer", "agents.world_model"),  # cut out of it
     ("trainer", "runstate"),  # likewise

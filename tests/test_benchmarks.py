@@ -206,6 +206,16 @@ def test_replay_tells_speed_and_size(call: Call) -> None:
     assert (result["capacity"], result["batch_size"]) == (300, 32)
 
 
+def test_checkpoint_tells_the_time_between_updates(call: Call) -> None:
+    result = call("checkpoint", "--only atari --rows 128 --every 64 --checkpoints 3").result
+    assert [r["storage"] for r in result["results"]] == ["memory", "disk"]
+    for r in result["results"]:
+        plain, during = r["intervals"]
+        assert during > 0
+        assert plain + during > 5
+        assert r["longest_ms"][1] > r["median_ms"][1] > 0.1
+
+
 def test_learner_tells_where_the_time_goes(call: Call) -> None:
     result = call("learner", f"{' '.join(SMALL)} --threads 1 --seconds 0.1 --rows 500").result
     assert (result["agent"], result["device"], result["threads"]) == ("DQN", "cpu", 1)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import math
+import pickle
 import random
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -25,8 +28,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
-from actorlearner import checkpoint
+from actorlearner import checkpoint, rows
 from actorlearner.contracts import CheckpointError
+from tests.scripted import ScriptedWorker
+from tests.unit.test_rows import make_store
 
 SKIPPED = "skipped a checkpoint"
 
@@ -345,16 +350,27 @@ class TestSave:
 
 
 SAVER = """
-import sys
+import hashlib, shutil, sys
 from itertools import count
+from pathlib import Path
 import torch
 from actorlearner import checkpoint
+from actorlearner.statetree import StoredFile
 torch.set_num_threads(1)
-run_dir, first = sys.argv[1], int(sys.argv[2])
+run_dir, first = Path(sys.argv[1]), int(sys.argv[2])
+shutil.rmtree(run_dir / "replay", ignore_errors=True)
+(run_dir / "replay").mkdir(parents=True)
+pages = []
 print("ready", flush=True)
 for i in count(first):
     # Every step is saved twice, so that kills hit replacements too.
     states = {name: {"step": i // 2, "w": torch.full((30_000,), i // 2)} for name in ("a", "b")}
+    path, content = run_dir / "replay" / f"{i}.page", b"%d" % i * 10_000
+    path.write_bytes(content)
+    pages.append(StoredFile(path, len(content), hashlib.sha256(content).hexdigest()))
+    if len(pages) > 3:
+        pages.pop(0).path.unlink()
+    states["b"]["pages"] = {i - len(pages) + 1 + n: page for n, page in enumerate(pages)}
     checkpoint.save(run_dir, i // 2, states, keep_last=2)
     print(i // 2, flush=True)
 """
@@ -378,9 +394,14 @@ def test_kill_in_the_middle_of_saves_never_leaves_a_broken_checkpoint(
         directory = checkpoint.find(tmp_path)
         step = checkpoint.read_manifest(directory).env_steps
         assert step >= max(finished, default=first // 2 - 1)
-        for state in checkpoint.load(directory, ["a", "b"]).values():
+        states = checkpoint.load(directory, ["a", "b"])
+        for state in states.values():
             assert state["step"] == step
             assert bool((state["w"] == step).all())
+        assert max(states["b"]["pages"]) // 2 == step
+        for number, page in states["b"]["pages"].items():
+            assert page.path.parent == directory
+            assert page.path.read_bytes() == b"%d" % number * 10_000
         leftovers = {path.name for path in directory.parent.iterdir()}
         hit_a_save += any(
             not name.startswith("step_") or "." in name for name in leftovers - {"latest"}
@@ -491,11 +512,11 @@ class TestFind:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         save_step(tmp_path, 1)
-        monkeypatch.setattr(checkpoint, "FORMAT", 2)
+        monkeypatch.setattr(checkpoint, "FORMAT", 3)
         newest = save_step(tmp_path, 2)
         monkeypatch.undo()
         for path in (newest, tmp_path):
-            with pytest.raises(CheckpointError, match=f"{newest}: written in format 2"):
+            with pytest.raises(CheckpointError, match=f"{newest}: written in format 3"):
                 checkpoint.find(path)
 
     @pytest.mark.parametrize("name", ["../../secret.json", "/etc/hostname", "link.json"])
@@ -519,6 +540,244 @@ class TestFind:
         directory = save_step(tmp_path, 1)
         with pytest.raises(CheckpointError, match=r"holds no 'replay', only agent"):
             checkpoint.load(directory, ["agent", "replay"])
+
+
+def reseal(directory: Path) -> None:
+    """Make a manifest that every file fits, as whoever plants one can."""
+    content = json.loads((directory / "manifest.json").read_text())
+    for name in content["files"]:
+        body = (directory / name).read_bytes()
+        digest = hashlib.sha256(body).hexdigest()
+        content["files"][name] = {"size_bytes": len(body), "sha256": digest}
+    text = json.dumps(content)
+    (directory / "manifest.json").write_text(text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (directory / "manifest.sha256").write_text(f"{digest}  manifest.json\n")
+
+
+def header(**entry: Any) -> bytes:
+    text = json.dumps({"weight": entry}).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+class Planted:
+    """Does harm where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("planted"),)
+
+
+PLANTED = {
+    "a pickle": ("agent.safetensors", pickle.dumps(Planted())),
+    "a pickle as text": ("agent.json", pickle.dumps(Planted(), protocol=0)),
+    "a giant array": (
+        "agent.safetensors",
+        header(dtype="F32", shape=[1 << 40], data_offsets=[0, 1 << 42]),
+    ),
+    "a giant array in no bytes": (
+        "agent.safetensors",
+        header(dtype="F32", shape=[1 << 62, 4], data_offsets=[0, 0]),
+    ),
+    "a giant header": ("agent.safetensors", struct.pack("<Q", 1 << 62)),
+    "a header of another type": ("agent.safetensors", header(dtype="PICKLE", shape=[], x=[0, 0])),
+    "a deep tree": ("agent.json", b"[" * 100_000 + b"]" * 100_000),
+    "objects": ("agent.json", b'{"$array": ["weight", "O"]}'),
+    "an unknown kind": ("agent.json", b'{"$eval": "weight"}'),
+    "a file that is not listed": ("agent.json", b'{"$file": "../../../../etc/passwd"}'),
+    "half a page": ("agent.json", b'{"$file": 3}'),
+}
+
+
+class TestSecurity:
+    @pytest.mark.parametrize("name", PLANTED)
+    def test_what_was_planted_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        """Though every checksum is right."""
+        monkeypatch.chdir(tmp_path)
+        directory = save_step(tmp_path, 1)
+        file, content = PLANTED[name]
+        (directory / file).write_bytes(content)
+        reseal(directory)
+        with pytest.raises(CheckpointError, match=f"{directory}: damaged: agent can't be read"):
+            checkpoint.load(directory, ["agent"])
+        assert not (tmp_path / "planted").exists()
+
+    def test_files_beside_a_checkpoint_are_not_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        directory = save_step(tmp_path, 1)
+        for name in ("agent.pt", "agent.pkl", "replay.safetensors", "optimizers.json"):
+            (directory / name).write_bytes(pickle.dumps(Planted()))
+        assert set(checkpoint.load(checkpoint.find(directory), ["agent"])) == {"agent"}
+        assert not (tmp_path / "planted").exists()
+
+    def test_links_within_the_directory_are_refused_too(self, tmp_path: Path) -> None:
+        directory = save_step(tmp_path, 1)
+        (directory / "agent.json").rename(directory / "other.json")
+        (directory / "agent.json").symlink_to(directory / "other.json")
+        with pytest.raises(CheckpointError, match=r"'agent\.json' leads out of it"):
+            checkpoint.find(directory)
+
+    @pytest.mark.parametrize("name", ["latest", "best"])
+    def test_a_pointer_out_of_the_directory_is_refused(self, tmp_path: Path, name: str) -> None:
+        elsewhere = save_step(tmp_path / "other", 1)
+        pointer = save_step(tmp_path / "run", 1).parent / name
+        for text in (f"../../other/checkpoints/{elsewhere.name}", str(elsewhere), "..", "a\0b"):
+            pointer.write_text(text)
+            with pytest.raises(CheckpointError, match=f"{pointer}: not a file of a checkpoint"):
+                checkpoint.find(pointer)
+
+
+class TestMutations:
+    """Of two checkpoints of a replay on disk, which share some files."""
+
+    @pytest.fixture
+    def both(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+        monkeypatch.setattr(rows, "PAGE_BYTES", 100)
+        buffer = make_store("disk", tmp_path)
+        worker = ScriptedWorker([0, 1], 4)
+        found = []
+        for env_steps in (1, 2):
+            for _ in range(4):
+                buffer.add(worker.unroll())
+            agent = {"weight": torch.full((3,), env_steps)}
+            states = {"agent": agent, "replay": buffer.state_dict()}
+            found.append(save_step(tmp_path, env_steps, **states))
+        return found[0], found[1]
+
+    def test_every_file_with_every_harm(
+        self, tmp_path: Path, both: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The page that is harmed is a copy: else the harm would be the other's too."""
+        before, newest = both
+        files = sorted(newest.iterdir())
+        assert {path.stat().st_nlink for path in files if path.suffix == ".page"} == {1, 2}
+        assert sum(path.suffix == ".page" for path in files) >= 4
+        contents = {path: path.read_bytes() for path in files}
+        assert len(set(contents.values())) == len(files)
+        for path, content in contents.items():
+            others = [other for other in contents.values() if other != content]
+            older = before / path.name
+            middle = len(content) // 2
+            harms: list[bytes | None] = [
+                None,
+                b"",
+                content[:-1],
+                content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+                content + b"\0",
+                bytes(len(content)),
+                *others,
+            ]
+            if older.exists() and older.read_bytes() != content:
+                harms.append(older.read_bytes())
+            for harm in harms:
+                path.unlink()
+                if harm is not None:
+                    path.write_bytes(harm)
+                caplog.clear()
+                with pytest.raises(CheckpointError, match=f"{newest}: (damaged|incomplete)"):
+                    checkpoint.find(newest)
+                assert checkpoint.find(tmp_path) == before
+                assert SKIPPED in caplog.text
+                state = path.name.partition(".")[0]
+                if state in ("agent", "replay"):
+                    with pytest.raises(CheckpointError, match=str(newest)):
+                        checkpoint.load(newest, [state])
+                path.unlink(missing_ok=True)
+                path.write_bytes(content)
+            assert checkpoint.find(tmp_path) == newest
+
+    def test_every_pair_swapped(self, both: tuple[Path, Path]) -> None:
+        _, newest = both
+
+        def swap(one: Path, other: Path) -> None:
+            aside = newest.with_name("aside")
+            one.rename(aside)
+            other.rename(one)
+            aside.rename(other)
+
+        for pair in itertools.combinations(sorted(newest.iterdir()), 2):
+            swap(*pair)
+            with pytest.raises(CheckpointError, match=f"{newest}: damaged"):
+                checkpoint.find(newest)
+            swap(*pair)
+        checkpoint.verify(newest)
+
+    def test_a_file_that_both_share_is_damaged_for_both(
+        self, tmp_path: Path, both: tuple[Path, Path]
+    ) -> None:
+        before, newest = both
+        shared = {path.stat().st_ino for path in before.iterdir()}
+        path = next(path for path in newest.iterdir() if path.stat().st_ino in shared)
+        content = path.read_bytes()
+        path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        with pytest.raises(CheckpointError, match=r"all of its checkpoints are damaged \(2\)"):
+            checkpoint.find(tmp_path)
+        assert checkpoint.find(tmp_path, ["agent"]) == newest, "weights can still be had"
+
+    def test_only_what_is_to_be_read_is_verified(self, both: tuple[Path, Path]) -> None:
+        _, newest = both
+        for path in newest.glob("replay.*"):
+            path.unlink()
+        assert checkpoint.find(newest.parent.parent, ["agent"]) == newest
+        assert checkpoint.load(newest, ["agent"])["agent"]["weight"].tolist() == [2, 2, 2]
+        with pytest.raises(CheckpointError, match="incomplete"):
+            checkpoint.find(newest, ["agent", "replay"])
+        (newest / "agent.json").write_bytes(b"{}")
+        with pytest.raises(CheckpointError, match="damaged"):
+            checkpoint.find(newest, ["agent"])
+
+
+class TestBest:
+    def best(self, run_dir: Path, env_steps: int, score: float, keep_best: int = 1) -> Path | None:
+        return checkpoint.save_best(
+            run_dir, env_steps, score, {"agent": {"at": env_steps}}, keep_best=keep_best
+        )
+
+    def at(self, run_dir: Path) -> list[int]:
+        """Env steps of those that are kept; the one that ``best`` names first."""
+        folder = run_dir / "checkpoints"
+        where = checkpoint.find(folder / "best")
+        kept = sorted(int(path.name[5:]) for path in folder.glob("best_*"))
+        first = checkpoint.load(where, ["agent"])["agent"]["at"]
+        return [first, *(step for step in kept if step != first)]
+
+    def test_the_highest_scores_stay(self, tmp_path: Path) -> None:
+        told = []
+        for env_steps, score in enumerate([1.0, 3.0, 2.0, 2.0, math.nan, -math.inf, 3.0, 5.0]):
+            self.best(tmp_path, env_steps, score, keep_best=2)
+            told.append(self.at(tmp_path))
+        # Of equals the earlier one stays.
+        assert told == [[0], [1, 0], [1, 2], [1, 2], [1, 2], [1, 2], [1, 6], [7, 1]]
+
+    def test_none_if_others_are_better(self, tmp_path: Path) -> None:
+        assert self.best(tmp_path, 10, 1.0) is not None
+        assert self.best(tmp_path, 20, 1.0) is None
+        assert self.best(tmp_path, 20, 1.5) == tmp_path / "checkpoints" / "best_000000000020"
+        assert self.at(tmp_path) == [20]
+
+    def test_training_never_goes_on_from_it_unasked(self, tmp_path: Path) -> None:
+        step = save_step(tmp_path, 5)
+        self.best(tmp_path, 10, 1.0)
+        assert checkpoint.find(tmp_path) == checkpoint.newest_run(tmp_path) == step
+        save_step(tmp_path, 6, keep_last=1)
+        assert self.at(tmp_path) == [10], "it is not rotated"
+        assert checkpoint.find(step.parent / "latest").name == "step_000000000006"
+
+    def test_a_damaged_one_goes_first(self, tmp_path: Path) -> None:
+        for env_steps in (1, 2):
+            self.best(tmp_path, env_steps, 5.0 + env_steps, keep_best=2)
+        (tmp_path / "checkpoints" / "best_000000000002" / "manifest.json").write_bytes(b"")
+        self.best(tmp_path, 3, 0.0, keep_best=2)
+        assert self.at(tmp_path) == [1, 3]
+
+    def test_a_new_run_forgets_them(self, tmp_path: Path) -> None:
+        checkpoint.forget_best(tmp_path)
+        self.best(tmp_path, 1, 5.0)
+        checkpoint.forget_best(tmp_path)
+        assert not list((tmp_path / "checkpoints").iterdir())
 
 
 class TestNewestRun:

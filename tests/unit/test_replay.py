@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 import tracemalloc
@@ -31,6 +30,7 @@ from actorlearner.contracts import (
     Unroll,
 )
 from actorlearner.replay import ReplayBuffer
+from tests.saved import saved
 from tests.scripted import (
     ENV_SPEC,
     EXTRAS,
@@ -389,7 +389,7 @@ class World:
 
     def _reload(self, num_streams: int) -> None:
         """Go on in a new buffer; with the same number of streams nothing else has changed."""
-        state = copy.deepcopy(self.buffer.state_dict())
+        state = saved(self.buffer)
         if num_streams == self.num_streams:
             self.buffer = make_buffer(num_streams, self._length, stack=self._stack, **self._more)
         else:
@@ -692,7 +692,7 @@ def test_feedback_finds_its_rows_after_a_wrap():
     add_unrolls(buffer, ScriptedWorker([0], 16, max_episode_length=1000, first_sequence=16), 3)
     batch = buffer.sample()
     buffer.feed_back(batch.keys, {"priority": np.full(8, 7.0)})
-    state = buffer.state_dict()
+    state = saved(buffer)
     raised = state["priorities"]["leaves"] > 2
     where = state["ring"]["rows"]["observation/where"][raised]
     assert {tuple(w) for w in where.tolist()} == set(starts(batch))
@@ -725,7 +725,7 @@ def test_zero_priority_can_still_be_drawn():
 
 def assert_priorities_of_the_twin(buffer: ReplayBuffer, twin: SlowReplay) -> None:
     """The same rows can be drawn, with the same priorities."""
-    state = buffer.state_dict()
+    state = saved(buffer)
     leaves = state["priorities"]["leaves"]
     where = state["ring"]["rows"]["observation/where"][leaves > 0].tolist()
     got = dict(zip(map(tuple, where), leaves[leaves > 0].tolist(), strict=True))
@@ -941,7 +941,7 @@ def test_state_round_trip(prioritized, num_unrolls):
     keys = buffer.sample().keys
     buffer.feed_back(keys, {"priority": np.linspace(0, 3, len(keys))})
     buffer.feed_back(np.array([-1]), {"priority": np.ones(1)})
-    state = copy.deepcopy(buffer.state_dict())
+    state = saved(buffer)
 
     resumed = make_buffer(2, 4, **more)
     for _ in range(3):  # case 61
@@ -963,7 +963,7 @@ def test_state_holds_only_what_is_filled(prioritized):
     more = {"capacity": 4000, "batch_size": 500, "prioritized": prioritized}
     buffer = make_buffer(1, 4, **more)
     add_unrolls(buffer, ScriptedWorker([0], 4), 2)
-    state = copy.deepcopy(buffer.state_dict())
+    state = saved(buffer)
     assert all(len(array) == 8 for array in state["ring"]["rows"].values())
     fuller = make_buffer(1, 4, **more)
     add_unrolls(fuller, ScriptedWorker([0], 4, seed=9), 50)
@@ -988,7 +988,7 @@ def test_resume_with_another_number_of_streams(num_streams, num_unrolls, priorit
     resumed = make_buffer(num_streams, 4, **more)
     resumed.add(ScriptedWorker(range(num_streams), 4, first_sequence=num_unrolls - 1).unroll())
     for _ in range(3):
-        resumed.load_state_dict(copy.deepcopy(buffer.state_dict()))
+        resumed.load_state_dict(saved(buffer))
         resumed.check_valid()
     twin.blocks.extend([([], 0, 0), ([], 0, 0)])
     check_all_transitions(resumed, twin, 3)
@@ -1018,7 +1018,7 @@ def test_resume_with_other_priorities(before, after):
     add_unrolls(buffer, ScriptedWorker([0], 4), 3)
     keys = buffer.sample().keys
     buffer.feed_back(keys, {"priority": np.linspace(0, 3, len(keys))})
-    resumed.load_state_dict(copy.deepcopy(buffer.state_dict()))
+    resumed.load_state_dict(saved(buffer))
     resumed.check_valid()
     np.testing.assert_allclose(resumed.sample().weight.numpy(), 1.0)
 
@@ -1027,7 +1027,7 @@ def test_another_capacity_unroll_length_or_stack_is_refused():
     """With all numbers, what to do, and the contents untouched."""
     buffer = make_buffer(1, 4, capacity=80, stack=2)
     add_unrolls(buffer, ScriptedWorker([0], 4), 2)
-    state = copy.deepcopy(buffer.state_dict())
+    state = saved(buffer)
     words = (
         r"capacity=80 unroll_length=4 frame_stack=2, this run has replay\.capacity=.*: resume with"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import replace
 
@@ -259,8 +260,8 @@ def test_latents_and_bookkeeping_are_in_the_memory_estimate():
     stacked = replace(ENV_SPEC, observation={"pixels": ArraySpec((7, 5), "uint8", stack=3)})
     latents = {"deter": ArraySpec((512,), "int16"), "stoch": ArraySpec((32,), "uint8")}
     ring = BlockRing(stacked, StreamLayout(1, 10), 1000, latents, sequence_length=64)
-    arrays = ring._arrays().values()
-    per_row = sum(array.nbytes / len(array) for array in arrays)
+    arrays = {**ring._arrays(), **ring._large()}.values()
+    per_row = sum(array.dtype.itemsize * math.prod(array.shape[1:]) for array in arrays)
     assert per_row == BlockRing.bytes_per_row(stacked, latents, has_sequences=True)
     assert per_row > 1024 + 32
 

@@ -1,0 +1,336 @@
+"""Where a ring keeps rows that are large: in memory, or in files behind memory maps.
+
+Both kinds are indexed as an array is, by whole numbers, and are saved without being copied first.
+
+Legend of the suffixes: B addresses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import shutil
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from actorlearner.contracts import Array, ArraySpec, CheckpointError
+from actorlearner.memory import free_memory
+from actorlearner.statetree import StoredFile
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 1 << 20
+PAGE_BYTES = 16 << 20
+"""About how much of an array makes a file: few files, and little memory for the open page."""
+
+
+# ------------------------------------------------------------------------------------ in memory
+
+
+class MemoryRows:
+    """Rows in one array."""
+
+    def __init__(self, spec: ArraySpec, num_places: int) -> None:
+        """All zero.
+
+        Args:
+            spec: of a row.
+            num_places: how many there are.
+        """
+        self._array = spec.zeros(num_places)
+        # No WeakSet: another thread may drop one while this one looks through them.
+        self._frozen: list[weakref.ref[FrozenRows]] = []
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of a row."""
+        return self._array.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``[num_places, ...]``."""
+        return self._array.shape
+
+    def __getitem__(self, addresses: NDArray[np.int64]) -> Array:
+        """The rows at ``addresses``, copied."""
+        return self._array[addresses]
+
+    def __setitem__(self, addresses: NDArray[np.int64], rows: Array) -> None:
+        """Write ``rows`` to ``addresses``."""
+        for reference in self._frozen:
+            if (frozen := reference()) is not None:
+                frozen.keep(addresses)
+        self._array[addresses] = rows
+
+    def save(self, num_rows: int) -> FrozenRows:
+        """The first ``num_rows`` as they are now: a leaf for a checkpoint."""
+        frozen = FrozenRows(self._array[:num_rows])
+        self._frozen = [r for r in (*self._frozen, weakref.ref(frozen)) if r() is not None]
+        return frozen
+
+    def load(self, saved: Any, num_rows: int) -> None:
+        """Take the first ``num_rows`` from what either kind of `save` told."""
+        for begin, chunk in _saved_chunks(saved, num_rows):
+            self[np.arange(begin, begin + len(chunk))] = chunk
+
+
+class FrozenRows:
+    """What an array was at one moment, while it changes: see `statetree.FrozenArray`.
+
+    Rows that are about to change before they have been read are copied aside, so it takes memory
+    for those only. One thread reads; another may change the array.
+    """
+
+    def __init__(self, array: Array) -> None:
+        """Freeze ``array``, whose owner calls `keep` from now on."""
+        self._array = array
+        self._lock = threading.Lock()
+        self._num_read = 0
+        self._aside: dict[int, Array] = {}
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the array."""
+        return self._array.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array."""
+        return self._array.shape
+
+    def keep(self, addresses: NDArray[np.int64]) -> None:
+        """Copy the rows at ``addresses`` aside, unless that was done or they have been read."""
+        with self._lock:
+            at_stake = (addresses >= self._num_read) & (addresses < len(self._array))
+            for address in addresses[at_stake].tolist():
+                if address not in self._aside:
+                    self._aside[address] = self._array[address].copy()
+
+    def chunks(self) -> Iterator[Array]:
+        """The array as it was, in parts along its first axis; to be asked for once."""
+        row_bytes = self._array.dtype.itemsize * math.prod(self._array.shape[1:])
+        step = max(1, _CHUNK_BYTES // max(1, row_bytes))
+        for begin in range(0, len(self._array), step):
+            with self._lock:
+                chunk = self._array[begin : begin + step].copy()
+                for address in self._aside.keys() & range(begin, begin + len(chunk)):
+                    chunk[address - begin] = self._aside.pop(address)
+                self._num_read = begin + len(chunk)
+            yield chunk
+
+
+# ------------------------------------------------------------------------------------- on disk
+
+
+class DiskRows:
+    """Rows in files that are written once, *pages*; only the page being written is in memory.
+
+    Rows must be written in the order of their addresses, round and round, as a ring does. A page
+    that is begun takes over what the ring has not overwritten yet, and its file goes; when the next
+    is begun, it becomes a file again, under another name, and is read through a memory map from
+    then on. The tails behind the rows stay in memory.
+
+    A file lives as long as anybody refers to it: this object, or a state that a checkpoint is being
+    made of. Checkpoints hold links of their own.
+
+    A page that can't be written, for want of disk, stays in memory until it can.
+    """
+
+    def __init__(self, spec: ArraySpec, num_rows: int, num_tails: int, prefix: Path) -> None:
+        """Nothing is written yet.
+
+        Args:
+            spec: of a row.
+            num_rows: in the ring.
+            num_tails: places behind it.
+            prefix: directory, which exists, and how names of files begin.
+        """
+        self._row = spec.zeros()
+        self._num_rows, self._prefix = num_rows, prefix
+        self._page_rows = min(num_rows, max(1, PAGE_BYTES // max(1, self._row.nbytes)))
+        begins = [*range(0, num_rows, self._page_rows), num_rows, num_rows + num_tails]
+        self._begins = np.array(begins, np.int64)
+        self._tail_page = len(begins) - 2
+        # The arrays of pages, begun or not, and the tails behind them.
+        self._pages = [spec.zeros(0)] * self._tail_page + [spec.zeros(num_tails)]
+        self._files: dict[int, StoredFile] = {}
+        self._open: int | None = None
+        self._unwritten: set[int] = set()
+        self._num_files = 0
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of a row."""
+        return self._row.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``[num_rows + num_tails, ...]``."""
+        return (int(self._begins[-1]), *self._row.shape)
+
+    def __getitem__(self, addresses: NDArray[np.int64]) -> Array:
+        """The rows at ``addresses``, copied."""
+        pages, places = self._places(addresses)
+        rows = np.empty((addresses.size, *self._row.shape), self._row.dtype)
+        for index, (page, place) in enumerate(zip(pages, places, strict=True)):
+            rows[index] = self._pages[page][place]
+        return rows.reshape(*addresses.shape, *self._row.shape)
+
+    def __setitem__(self, addresses: NDArray[np.int64], rows: Array) -> None:
+        """Write ``rows`` to ``addresses``, which go on from those written last, or are tails."""
+        pages, places = self._places(addresses)
+        rows = rows.reshape(-1, *self._row.shape)
+        for page, place, row in zip(pages, places, rows, strict=True):
+            if page not in (self._open, self._tail_page):
+                self._begin(page)
+            self._pages[page][place] = row
+
+    def save(self, num_rows: int) -> dict[str, Any]:
+        """The first ``num_rows`` for a checkpoint: files, and an array of the open page.
+
+        Raises:
+            OSError: a page can't be written still.
+        """
+        for page in sorted(self._unwritten):
+            self._write(page)
+        ends = self._begins[1:].clip(max=num_rows)
+        num_pages = int(np.count_nonzero(self._begins[:-2] < num_rows))
+        return {
+            "shape": list(self.shape),
+            "dtype": self.dtype.name,
+            "page_rows": self._page_rows,
+            "pages": [
+                self._files.get(page, self._pages[page][: ends[page] - self._begins[page]])
+                for page in range(num_pages)
+            ],
+        }
+
+    def load(self, saved: Any, num_rows: int) -> None:
+        """Take the first ``num_rows`` from what either kind of `save` told.
+
+        The files of a checkpoint are linked, or copied if they are on another file system.
+        """
+        self._files, self._open, self._unwritten = {}, None, set()
+        are_pages = isinstance(saved, dict) and saved["page_rows"] == self._page_rows
+        for begin, chunk in _saved_chunks(saved, num_rows):
+            page = begin // self._page_rows
+            source = saved["pages"][page] if are_pages else None
+            if isinstance(source, StoredFile):
+                self._adopt(page, source)
+            else:
+                self[np.arange(begin, begin + len(chunk))] = chunk
+
+    def _places(self, addresses: NDArray[np.int64]) -> tuple[list[int], list[int]]:
+        """Page of each address, and where in it."""
+        flat = addresses.ravel()
+        pages = np.searchsorted(self._begins, flat, side="right") - 1
+        return pages.tolist(), (flat - self._begins[pages]).tolist()
+
+    def _num_in(self, page: int) -> int:
+        return int(self._begins[page + 1] - self._begins[page])
+
+    def _begin(self, page: int) -> None:
+        """Let ``page`` be written to; the one that was is complete."""
+        if self._open is not None:
+            self._unwritten.add(self._open)
+            self._write_if_possible()
+        array = np.zeros((self._num_in(page), *self._row.shape), self._row.dtype)
+        array[: len(self._pages[page])] = self._pages[page]
+        self._pages[page], self._open = array, page
+        self._files.pop(page, None)
+        self._unwritten.discard(page)
+
+    def _write_if_possible(self) -> None:
+        num_before = len(self._unwritten)
+        try:
+            for page in sorted(self._unwritten):
+                self._write(page)
+        except OSError as error:
+            if free_memory() < 2 * PAGE_BYTES:
+                raise
+            if num_before == 1:
+                logger.error(
+                    "the replay can't be written, and stays in memory until it can: %s", error
+                )
+        else:
+            if num_before > 1:
+                logger.warning("the replay can be written again")
+
+    def _write(self, page: int) -> None:
+        """Make a file of ``page``, and read it from there from now on."""
+        path, content = self._new_path(), self._pages[page].data.cast("B")
+        try:
+            with path.open("xb") as file:
+                file.write(content)
+        except OSError:
+            _remove(path)
+            raise
+        self._unwritten.discard(page)
+        self._map(page, StoredFile(path, content.nbytes, hashlib.sha256(content).hexdigest()))
+
+    def _adopt(self, page: int, source: StoredFile) -> None:
+        path = self._new_path()
+        try:
+            os.link(source.path, path)
+        except OSError:
+            shutil.copyfile(source.path, path)
+        self._map(page, StoredFile(path, source.size_bytes, source.sha256))
+
+    def _new_path(self) -> Path:
+        self._num_files += 1
+        return self._prefix.with_name(f"{self._prefix.name}_{self._num_files:09d}.page")
+
+    def _map(self, page: int, file: StoredFile) -> None:
+        self._pages[page] = _mapped(file, (self._num_in(page), *self._row.shape), self.dtype)
+        self._files[page] = file
+        weakref.finalize(file, _remove, file.path)
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):  # Windows keeps what is mapped; the next run clears it away
+        path.unlink()
+
+
+def _mapped(file: StoredFile, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """The content of ``file``, not to be written to."""
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if file.size_bytes != size_bytes:
+        raise CheckpointError(f"{file.path}: is not {size_bytes:,} bytes long, as {shape} takes")
+    # NumPy's own would keep a file descriptor open for each, of which there are few.
+    content: Array = torch.from_file(
+        str(file.path), shared=False, size=size_bytes, dtype=torch.uint8
+    ).numpy()
+    content.flags.writeable = False
+    return content.view(dtype).reshape(shape)
+
+
+def saved_layout(saved: Any) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of a row of what either kind of ``save`` told."""
+    if isinstance(saved, dict):
+        return tuple(saved["shape"][1:]), saved["dtype"]
+    return saved.shape[1:], saved.dtype.name
+
+
+def _saved_chunks(saved: Any, num_rows: int) -> Iterator[tuple[int, Array]]:
+    """What either kind of ``save`` told: where each part begins, and its rows."""
+    if not isinstance(saved, dict):
+        yield 0, saved[:num_rows]
+        return
+    shape, dtype = saved_layout(saved)
+    for index, page in enumerate(saved["pages"]):
+        begin = index * saved["page_rows"]
+        if isinstance(page, StoredFile):
+            count = min(saved["page_rows"], num_rows - begin)
+            yield begin, _mapped(page, (count, *shape), np.dtype(dtype))
+        else:
+            yield begin, page
