@@ -57,7 +57,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     often = "trainer.evaluate_every_env_steps=100"
     for more in (
         ["lockstep=true", often, "workers=1"],
-        ["lockstep=false", often, "workers=1"],
+        ["lockstep=false", often, "workers=1", "trainer.nonfinite=skip"],
         ["env=atari", "agent.torso=mlp", "samples_per_insert=0.5", "evaluation.step_limit=5",
          "workers=0"],
     ):  # fmt: skip
@@ -67,6 +67,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     dreamer = (
         "total_steps=200", "workers=0", "samples_per_insert=4", "trainer.log_every_env_steps=50",
         "evaluation.episodes=1", "replay.warmup_env_steps=50", "agent.units=8",
+        "trainer.nonfinite=skip",
         "agent.deterministic=16", "agent.batch_length=8", "agent.imagine_last=2",
     )  # fmt: skip
     run_dir = tmp_path_factory.mktemp("run")
