@@ -3,6 +3,8 @@
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make train
 
 PYTHON ?= python3
+# Test processes side by side; many tests start processes of their own.
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -20,12 +22,12 @@ train: $(STAMP) ## train the default experiment with 8 workers; ARGS="total_step
 	$(BIN)/python -m actorlearner.run workers=8 $(ARGS)
 
 test: $(STAMP) ## run the fast tests; ARGS="-k replay" is passed on
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-slow: $(STAMP) ## run the slow tests only (learning to a threshold)
 	$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
 
-mutations: $(STAMP) ## plant 25 bugs in a copy, one at a time: the tests must catch each; ARGS="-k replay"
+mutations: $(STAMP) ## plant 50 bugs, each alone in a copy: the tests must catch every one; ARGS="-k replay"
 	$(BIN)/python tests/mutations.py $(ARGS)
 
 bench: $(STAMP) ## measure env steps per second beside the machine's limit; ARGS="workers=2 env=atari"

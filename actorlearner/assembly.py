@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
@@ -20,6 +20,7 @@ from actorlearner.contracts import (
     Launcher,
     PolicyFactory,
     SettingError,
+    StepOutput,
     Store,
     Tracker,
     WorkerSpec,
@@ -34,6 +35,10 @@ _OF_INLINE = ("max_restarts", "on_env_error")
 _LOCAL = "actorlearner.launch.local:LocalLauncher"
 _STORE = "actorlearner.replay:ReplayBuffer"
 _AGENT = "actorlearner.agents.dqn:DQN"
+
+
+CompileMode: TypeAlias = Literal["default", "reduce-overhead", "max-autotune"]
+"""Those of `torch.compile`."""
 
 
 def resolve_device(device: str, lockstep: bool) -> torch.device:
@@ -68,6 +73,31 @@ def learner_threads(settings: TrainerSettings) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def compiled(
+    steps: Mapping[str, Callable[[Any], StepOutput]],
+    mode: CompileMode | None,
+    device: torch.device,
+) -> Mapping[str, Callable[[Any], StepOutput]]:
+    """Training ``steps`` that compile themselves when first called; None leaves them be.
+
+    Raises:
+        BadInput: there is no C++ compiler, which code for the CPU needs.
+    """
+    if mode is None:
+        return steps
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second
+
+        try:
+            get_cpp_compiler()
+        except RuntimeError as error:
+            raise BadInput(
+                f"trainer.compile={mode}: there is no C++ compiler ({error}); install g++ or "
+                "clang, name another in the environment variable CXX, or set trainer.compile=null"
+            ) from error
+    return {name: torch.compile(step, mode=mode, dynamic=False) for name, step in steps.items()}
 
 
 def make_launcher(settings: TrainerSettings, launcher: Launcher | str | None) -> Launcher:

@@ -459,10 +459,16 @@ def _moved(batch: AnyBatch, device: torch.device) -> AnyBatch:
     for item in fields(batch):
         value = getattr(batch, item.name)
         if isinstance(value, dict):
-            moved[item.name] = {k: v.to(device, non_blocking=True) for k, v in value.items()}
+            moved[item.name] = {k: _without_waiting(v, device) for k, v in value.items()}
         elif item.name != "keys":
-            moved[item.name] = value.to(device, non_blocking=True)
+            moved[item.name] = _without_waiting(value, device)
     return replace(batch, **moved)
+
+
+def _without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``; CUDA copies only pinned memory while the host goes on."""
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 @dataclass(slots=True)
@@ -473,7 +479,8 @@ class StepOutput:
         loss: scalar, with a graph.
         metrics: scalars to log under the step's name; tensors are read once per log period.
         feedback: for `Store.feed_back`, each with the leading axes of the batch's ``keys``:
-            ``"priority"`` (non-negative) of transitions, latents by their names of sequences.
+            ``"priority"`` (non-negative) of transitions, latents by their names of sequences. From
+            an accelerator it arrives an update later; that of a step that was not made never.
         carry: what the next training step gets; None passes on what this one got.
     """
 
@@ -481,6 +488,18 @@ class StepOutput:
     metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
     feedback: Mapping[str, Tensor] = field(default_factory=dict)
     carry: Any = None
+
+
+class Report(NamedTuple):
+    """What an agent tells of what it has learned.
+
+    Attributes:
+        metrics: finite numbers, ``group/name``.
+        films: uint8 ``[T, H, W, 3]`` each, by a name ``group/name``.
+    """
+
+    metrics: Mapping[str, float]
+    films: Mapping[str, NDArray[np.uint8]]
 
 
 class EvaluationRequest(NamedTuple):
@@ -849,6 +868,10 @@ class Store(Stateful, Protocol):
         """
         ...
 
+    def peek(self) -> Batch | SequenceBatch:
+        """The batch that `sample` would give now, to look at: nothing changes."""
+        ...
+
     def feed_back(self, keys: NDArray[np.int64], feedback: Mapping[str, Array]) -> None:
         """Take the learner's word on rows it sampled; stale keys are ignored and counted."""
         ...
@@ -912,11 +935,15 @@ class Agent(Protocol):
         ...
 
     def configure_optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
-        """One optimiser per training step, by the step's name."""
+        """One optimiser per training step, by the step's name.
+
+        One that heeds ``found_inf`` (torch's with ``fused=True``) spares an accelerator a wait in
+        every update; see `actorlearner.optim.FiniteSteps`.
+        """
         ...
 
     def training_steps(self) -> Mapping[str, Callable[[Any], StepOutput]]:
-        """The training steps of one update, in order."""
+        """The training steps of one update, in order; asked for once, when a run begins."""
         ...
 
     def after_step(self, name: str, updates: int) -> None:
@@ -951,6 +978,18 @@ class GoOn(Protocol):
             attempt: 0 goes on exactly where the last unroll ended, as far as the environment can
                 (lockstep); ``k`` skips so many episodes of each stream, so that no worker is lost
                 to the same one for ever.
+        """
+        ...
+
+
+@runtime_checkable
+class ReportingAgent(Agent, Protocol):
+    """An agent that can tell of what it has learned, besides how it acts."""
+
+    def report(self, batch: Any) -> Report:
+        """What it makes of ``batch``, which it does not learn from.
+
+        Called with every evaluation. Nothing changes, torch's global generators included.
         """
         ...
 
@@ -1111,6 +1150,8 @@ __all__ = [
     "PolicyFactory",
     "RecurrentPolicy",
     "RecurrentPolicyFactory",
+    "Report",
+    "ReportingAgent",
     "RunStatus",
     "SampleSpec",
     "SequenceBatch",

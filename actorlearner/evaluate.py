@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,20 +69,26 @@ def summarise(result: EvaluationResult) -> dict[str, float]:
 
 
 def forget_films(run_dir: Path, env_steps: int) -> None:
-    """Delete the films of evaluations after ``env_steps``, to which a run has gone back."""
-    for film in (run_dir / "videos").glob("step_*_episode_*.gif"):
+    """Delete the films made after ``env_steps``, to which a run has gone back."""
+    for film in (run_dir / "videos").glob("step_*_*.gif"):
         step = film.name.split("_")[1]
         if step.isdecimal() and int(step) > env_steps:
             film.unlink()
 
 
-def write_films(result: EvaluationResult, run_dir: Path) -> None:
-    """Write the films of ``result`` as ``videos/step_NNNNNNNNNNNN_episode_I.gif``.
+def films_of(result: EvaluationResult) -> dict[str, bytes]:
+    """The films of ``result`` by name: ``evaluation/episode_0``, ..."""
+    return {f"evaluation/episode_{i}": film for i, film in enumerate(result.films)}
+
+
+def write_films(run_dir: Path, env_steps: int, films: Mapping[str, bytes]) -> None:
+    """Write ``films``, GIFs by ``group/name``, as ``videos/step_NNNNNNNNNNNN_name.gif``.
 
     Raises:
         OSError: the disk is full, or not to be written to.
     """
     directory = run_dir / "videos"
-    for episode, film in enumerate(result.films):
+    for name, film in films.items():
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"step_{result.env_steps:012d}_episode_{episode}.gif").write_bytes(film)
+        file = re.sub(r"[^\w.-]", "_", name.partition("/")[2])
+        (directory / f"step_{env_steps:012d}_{file}.gif").write_bytes(film)

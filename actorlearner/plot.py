@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from omegaconf import OmegaConf
 
-from actorlearner.config import told_plainly
+from actorlearner.config import optional_library, told_plainly
 from actorlearner.contracts import BadInput
 
 METRIC = "evaluation/return_mean"
@@ -289,13 +289,8 @@ def draw(drawn: Sequence[Curve], path: Path, metric: str = METRIC, x: str = "env
     Raises:
         BadInput: matplotlib is missing, or can't write such a file there.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BadInput(
-            f'plots need matplotlib: pip install "actorlearner[plot]" ({error})'
-        ) from error
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    matplotlib = optional_library("matplotlib.figure", "plot", "plots")
+    figure = matplotlib.Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for index, curve in enumerate(drawn):
         color = f"C{index % 10}"

@@ -265,6 +265,20 @@ class ReplayBuffer:
         spec = self._sample_spec
         return self._sequences(spec) if isinstance(spec, SequenceSpec) else self._transitions(spec)
 
+    def peek(self) -> Batch | SequenceBatch:
+        """The batch that `sample` would give now; the next one is as if nobody had looked.
+
+        Raises:
+            RuntimeError: the buffer is not `ready`.
+        """
+        generator, windows = self._generator.bit_generator.state, self._ring.windows.copy()
+        num_batches = self._num_batches
+        try:
+            return self.sample()
+        finally:
+            self._generator.bit_generator.state, self._ring.windows = generator, windows
+            self._num_batches = num_batches
+
     def _transitions(self, spec: SampleSpec) -> Batch:
         ring = self._ring
         if self._tree is None:

@@ -95,6 +95,7 @@ def _through_hydra(arguments: list[str]) -> int:
         if codes[-1] >= 128:
             sys.exit(codes[-1])  # interrupted: the jobs that are left don't start
 
+    arguments += _experiment_of_agent(arguments)
     # argparse wants all settings in a row.
     arguments = sorted(arguments, key=lambda a: "=" in a and not a.startswith("-"))
     sys.argv = ["python -m actorlearner.run", *map(_for_hydra, arguments)]
@@ -116,6 +117,7 @@ def compose(arguments: Sequence[str]) -> DictConfig:
         path = given.get(key)
         if path not in (None, "auto"):
             return _saved_config(key, Path(str(path)), given)
+    overrides += _experiment_of_agent(overrides)
     search = [f"file://{Path(d).absolute()}" for d in config_dirs]
     places = [f"hydra.searchpath=[{','.join(search)}]"] if search else []
     try:
@@ -136,6 +138,17 @@ def compose(arguments: Sequence[str]) -> DictConfig:
         logger.info("resume=auto: no checkpoint yet, starting afresh")
         config.resume = None
     return config
+
+
+def _experiment_of_agent(arguments: Sequence[str]) -> list[str]:
+    """The override that an agent brings along: CartPole by that agent, unless something is said.
+
+    ``cartpole_dqn``, the default, has settings that only a DQN knows.
+    """
+    values = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    name = f"cartpole_{values.get('agent')}"
+    is_one = (config_dir() / "experiment" / f"{name}.yaml").exists()
+    return [f"experiment={name}"] if is_one and "experiment" not in values else []
 
 
 def _split_config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

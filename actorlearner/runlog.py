@@ -15,16 +15,19 @@ from typing import Any
 
 import numpy as np
 import psutil
+from numpy.typing import NDArray
+from torch import nn
 
 from actorlearner.contracts import (
     BadInput,
     EvaluationResult,
     MetricSink,
+    Report,
     RunStatus,
     Tracker,
     Unroll,
 )
-from actorlearner.evaluate import forget_films, summarise, write_films
+from actorlearner.evaluate import films_of, forget_films, summarise, write_films
 from actorlearner.metrics import (
     ConsoleMode,
     ConsoleSink,
@@ -34,6 +37,7 @@ from actorlearner.metrics import (
     TensorBoardSink,
     TimeSplit,
 )
+from actorlearner.video import Film
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +49,8 @@ _ON_CONSOLE = {
     "speed/updates_per_s": "updates/s",
 }
 """What people see of the metrics, and what it is called there; the most important first."""
+
+_REPORT_FPS = 10
 
 
 class RunLog:
@@ -59,6 +65,7 @@ class RunLog:
         writer: TensorBoard's, or None.
         last_training: env steps of the last line of training metrics.
         last_evaluation: env steps of the last evaluation that was written.
+        last_report: env steps of the last report that was written.
         failed: whether something could not be written.
     """
 
@@ -78,7 +85,7 @@ class RunLog:
         self.infos: dict[str, deque[float]] = {}
         self.means = MetricWindow()
         self.writer: Any = None
-        self.last_training = self.last_evaluation = -1
+        self.last_training = self.last_evaluation = self.last_report = -1
         self.failed = False
         self._run_dir = run_dir
         self._tensorboard = tensorboard
@@ -234,15 +241,25 @@ class RunLog:
         if result.env_steps > self.last_evaluation:
             self.last_evaluation = result.env_steps
             self._write(result.env_steps, result.version, metrics)
-            self._write_films(result)
+            self._write_films(result.env_steps, films_of(result))
         return metrics
 
-    def _write_films(self, result: EvaluationResult) -> None:
+    def write_report(self, env_steps: int, updates: int, report: Report) -> None:
+        """A line and the films of ``report``, made at ``env_steps``, unless there is one."""
+        if env_steps <= self.last_report:
+            return
+        self.last_report = env_steps
+        self._write(env_steps, updates, report.metrics)
+        if self._run_dir is not None or self.writer is not None:
+            films = {name: _gif(pictures) for name, pictures in report.films.items()}
+            self._write_films(env_steps, films)
+
+    def _write_films(self, env_steps: int, films: Mapping[str, bytes]) -> None:
         if self._run_dir is not None:
-            self._try(write_films, result, self._run_dir)
+            self._try(write_films, self._run_dir, env_steps, films)
         for board in (sink for sink in self._own if isinstance(sink, TensorBoardSink)):
-            for episode, film in enumerate(result.films):
-                self._try(board.write_film, result.env_steps, f"evaluation/episode_{episode}", film)
+            for name, film in films.items():
+                self._try(board.write_film, env_steps, name, film)
 
     def _write(self, env_steps: int, updates: int, metrics: Mapping[str, float]) -> None:
         line = {"updates": updates, "wall_s": self.wall_s, **metrics}
@@ -285,6 +302,7 @@ class RunLog:
             "infos": {name: np.array(last) for name, last in self.infos.items()},
             "last_training": self.last_training,
             "last_evaluation": self.last_evaluation,
+            "last_report": self.last_report,
             "wall_s": self.wall_s,
             "tracked": dict(self._tracked),
         }
@@ -297,8 +315,32 @@ class RunLog:
         self.infos = {name: deque(last.tolist(), 100) for name, last in saved.items()}
         self.last_training = state["last_training"]
         self.last_evaluation = state["last_evaluation"]
+        self.last_report = state.get("last_report", -1)  # older checkpoints have none
         self._wall_before = state["wall_s"]
         self._tracked = state.get("tracked", self._tracked)  # older checkpoints have none
+
+
+def parameters_in_words(model: object) -> str:
+    """How many numbers ``model`` learns, and how many of them each of its parts; "" for no module.
+
+    Example: ``637,381 parameters: world 494,340, actor 62,147, critic 80,894``.
+    """
+    if not isinstance(model, nn.Module):
+        return ""
+
+    def count(part: nn.Module) -> int:
+        return sum(p.numel() for p in part.parameters() if p.requires_grad)
+
+    parts = {name: count(part) for name, part in model.named_children()}
+    told = ", ".join(f"{name} {number:,}" for name, number in parts.items() if number)
+    return f"{count(model):,} parameters: {told}" if told else f"{count(model):,} parameters"
+
+
+def _gif(pictures: NDArray[np.uint8]) -> bytes:
+    film = Film(_REPORT_FPS, len(pictures))
+    for picture in pictures:
+        film.add(picture)
+    return film.gif()
 
 
 @functools.cache

@@ -5,7 +5,6 @@ Each needs a package of an extra (``pip install "actorlearner[atari]"``).
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +14,7 @@ from gymnasium.wrappers import AtariPreprocessing
 
 from actorlearner.adapter import GymEnv
 from actorlearner.columns import GymVectorEnv
-from actorlearner.config import setting
+from actorlearner.config import optional_library, setting
 from actorlearner.contracts import BadInput
 from actorlearner.envs import AnyEnvSettings, GymEnvFactory
 
@@ -63,8 +62,8 @@ class AtariSettings(AnyEnvSettings):
             BadInput: ale-py or OpenCV is missing, or the id is none of ale-py's.
             SettingError: see `AnyEnvSettings.wrappings`.
         """
-        _require("ale_py", "env=atari", "atari")
-        _require("cv2", "env=atari", "atari")
+        for library in ("ale_py", "cv2"):
+            optional_library(library, "atari", "env=atari")
         plain = GymEnvFactory.of(self.id, {}, imports)
         spec = plain.source
         if not _is_of(spec, "ale_py"):
@@ -178,7 +177,7 @@ class MinAtarSettings(AnyEnvSettings):
             BadInput: MinAtar is missing, or has no such game.
             SettingError: see `AnyEnvSettings.wrappings`.
         """
-        minatar = _require("minatar.gym", "env=minatar", "minatar")
+        minatar = optional_library("minatar.gym", "minatar", "env=minatar")
         if "MinAtar/Breakout-v0" not in gymnasium.registry:
             minatar.register_envs()
         arguments = {
@@ -212,15 +211,6 @@ class _ForgetAction(gymnasium.Wrapper[Any, Any, Any, Any]):
 def _is_of(source: Any, package: str) -> bool:
     """Whether ``source`` is registered by ``package``."""
     return str(getattr(source, "entry_point", "")).startswith(f"{package}.")
-
-
-def _require(module: str, what: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise BadInput(
-            f'{what}: needs {module} ({error}): pip install "actorlearner[{extra}]"'
-        ) from error
 
 
 def _quieten() -> None:

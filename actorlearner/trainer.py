@@ -20,6 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from actorlearner import checkpoint
 from actorlearner.assembly import (
+    CompileMode,
+    compiled,
     default_agent,
     default_store,
     going_on,
@@ -44,7 +46,9 @@ from actorlearner.contracts import (
     LauncherClosed,
     MetricSink,
     NonFiniteError,
+    ReportingAgent,
     SettingError,
+    StepOutput,
     Store,
     StorePlace,
     StreamLayout,
@@ -52,14 +56,16 @@ from actorlearner.contracts import (
 )
 from actorlearner.control import FILE_NAME, Control
 from actorlearner.envs import EnvLike, GymEnvFactory
-from actorlearner.evaluate import EvaluationSettings, summarise, write_films
+from actorlearner.evaluate import EvaluationSettings, films_of, summarise, write_films
 from actorlearner.faults import Faults, FaultSettings
+from actorlearner.feedback import FeedbackLine
 from actorlearner.interrupts import Interrupts
 from actorlearner.messages import Messages
 from actorlearner.metrics import ConsoleMode
+from actorlearner.optim import FiniteSteps, LeftOut
 from actorlearner.progress import Progress
 from actorlearner.randomness import seed_everything
-from actorlearner.runlog import RunLog
+from actorlearner.runlog import RunLog, parameters_in_words
 from actorlearner.runstate import RunState, read_weights, settings_of
 from actorlearner.schedules import SamplesPerInsert
 from actorlearner.streams import StreamLedger
@@ -79,6 +85,10 @@ _OTHER_KEYS = (
     "eval_only",
 )
 
+_AGAINST_NAN = (
+    "Lower agent.learning_rate, clip rewards, or look at what the environment pays; "
+    "trainer.nonfinite=skip leaves such steps out"
+)
 _WAIT_S = 0.1  # how long to wait before looking at signals again
 _LEARN_S = 0.02  # how long to learn before looking for unrolls again
 
@@ -139,6 +149,11 @@ class TrainerSettings(Settings):
     """Of the model's parameters."""
     gradient_clip_val: float | None = setting(10.0, above=0, live=True)
     """Largest global L2 norm of the gradients of a training step; None does not clip."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss or a gradient that is not finite ends the run, or its step is left out and counted."""
+    compile: CompileMode | None = None
+    """Training steps through ``torch.compile``, in its mode default, reduce-overhead or
+    max-autotune; null leaves them as they are."""
     publish_every_updates: int = setting(1, low=1)
     """Updates between snapshots for the workers (in lockstep: one before every gather)."""
     evaluate_every_env_steps: int = setting(0, low=0)
@@ -173,6 +188,11 @@ class TrainerSettings(Settings):
         resolve_device(self.device, self.lockstep)
         if self.lockstep and self.dtype != "float32":
             raise SettingError(f"{self.key('dtype')}={self.dtype}: lockstep needs float32")
+        if self.lockstep and self.compile is not None:
+            raise SettingError(
+                f"{self.key('compile')}={self.compile}: lockstep needs null, because another "
+                "compiler sums in another order"
+            )
         if self.evaluation.video and self.run_dir is None:
             raise SettingError("run_dir=None: evaluation.video=true needs a directory for films")
 
@@ -245,6 +265,7 @@ class Trainer:
         self._launcher: Launcher | str | None = launcher
         self._tensorboard = tensorboard
         self._sinks = list(sinks)
+        self._training_steps: Mapping[str, Callable[[Any], StepOutput]] = {}
         self._optimizers: Mapping[str, torch.optim.Optimizer] = {}
         self._progress = self._new_progress(batch_rows=1, warmup_env_steps=0)
         self._log = RunLog(None)
@@ -358,6 +379,11 @@ class Trainer:
         self._stops = True
 
     @property
+    def _reads_at_once(self) -> bool:
+        """Whether the host need not wait for a device to read what a training step gives."""
+        return self.device.type == "cpu"
+
+    @property
     def _is_over(self) -> bool:
         return self._stops or self.env_steps >= self.settings.total_steps
 
@@ -402,44 +428,72 @@ class Trainer:
         with self._log.split("sample"):
             batch = replay_buffer.sample()
         self._progress.limiter.sample()
+        if self.settings.compile is not None and self.device.type == "cuda":
+            # Or CUDA graphs would reuse the memory of what a training step carries to the next.
+            torch.compiler.cudagraph_mark_step_begin()
         told: dict[str, torch.Tensor | float] = {}
         with self._log.split("update"):
             carry: Any = batch.to(self.device)
-            steps = model.training_steps()
-            for name, training_step in steps.items():
+            for name, training_step in self._training_steps.items():
                 output = training_step(carry)
-                norm = self._optimise(name, output.loss)
+                norm, is_made = self._optimise(name, output.loss)
                 metrics = {**output.metrics, "gradient_norm": norm}
                 self._log.means.add(name, metrics)
                 if self._callbacks:
                     told |= {f"{name}/{metric}": value for metric, value in metrics.items()}
-                if output.feedback:
-                    feedback = {k: v.detach().cpu().numpy() for k, v in output.feedback.items()}
-                    replay_buffer.feed_back(batch.keys, feedback)
+                self._feedback.send(batch.keys, output.feedback, is_made)
                 carry = carry if output.carry is None else output.carry
             self._progress.updates += 1
-            for name in steps:
+            for name in self._training_steps:
                 model.after_step(name, self.updates)
+            self._feedback.deliver()
         self._in_update = False
         for callback in self._callbacks:
             callback.after_update(self, told)
 
-    def _optimise(self, name: str, loss: torch.Tensor) -> torch.Tensor:
-        """Minimise ``loss`` by one step; returns the norm of the gradient before clipping."""
-        optimizer = self._optimizers[name]
+    def _optimise(self, name: str, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | bool]:
+        """Minimise ``loss`` by one step, if it is finite.
+
+        Returns:
+            The norm of the gradient before clipping; and whether the step was made, see
+            `FiniteSteps.step`.
+        """
+        optimizer, update = self._optimizers[name], self.updates + 1
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         clip = self.settings.gradient_clip_val
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if clip is None else clip)
-        if not torch.isfinite(loss.detach() + norm):
+        is_finite = torch.isfinite(loss.detach() + norm)
+        is_made = self._finite_steps.step(name, optimizer, is_finite, update)
+        if is_made is False and self.settings.nonfinite == "stop":
             raise NonFiniteError(
                 f"{name}/loss is {loss.item():g} and its gradient's norm {norm.item():g} in update "
-                f"{self.updates + 1}; this step was not made. Lower agent.learning_rate, clip "
-                "rewards, or look at what the environment pays"
+                f"{update}; this step was not made. {_AGAINST_NAN}"
             )
-        optimizer.step()
-        return norm
+        return norm, is_made
+
+    def _tell_left_out(self) -> dict[str, float]:
+        """Metrics of the steps left out since this was last asked; with ``stop`` there are none.
+
+        Raises:
+            NonFiniteError: some were left out on a device, and shall end the run.
+        """
+        left_out = self._finite_steps.flush()
+        stops = self.settings.nonfinite == "stop"
+        for name, (count, first) in left_out.items():
+            text = (
+                f"{name}/loss or its gradient was not finite in {count} updates, the first of them "
+                f"update {first}; these steps were not made"
+            )
+            if stops:
+                raise NonFiniteError(f"{text}. {_AGAINST_NAN}")
+            logger.warning("%s", text)
+        if stops:
+            return {}
+        none = dict.fromkeys(self._optimizers, LeftOut(0, 0))
+        counts = {name: steps.updates for name, steps in (none | left_out).items()}
+        return {f"{name}/skipped_updates": float(count) for name, count in counts.items()}
 
     def _publish(self, launcher: Launcher, model: Agent) -> None:
         """Give workers a new snapshot if it is due, or if what it holds besides weights changed."""
@@ -501,8 +555,16 @@ class Trainer:
             if launcher.request_evaluation(model.snapshot(self.updates), request):
                 self._keep_evaluated(model)
                 self._progress.before_evaluation = before
+                self._report(model)
             else:
                 logger.info("skipped an evaluation: the one before it is still running")
+
+    def _report(self, model: Agent) -> None:
+        """Log what ``model`` tells of itself, if it does."""
+        store = self._replay_buffer
+        if isinstance(model, ReportingAgent) and store is not None and store.ready():
+            report = model.report(store.peek().to(self.device))
+            self._log.write_report(self.env_steps, self.updates, report)
 
     def _take_evaluation(self, result: EvaluationResult) -> dict[str, float]:
         self._progress.before_evaluation = None
@@ -532,6 +594,7 @@ class Trainer:
             while not launcher.request_evaluation(snapshot, request):
                 self._take_evaluation(self._await_evaluation(launcher))
             self._keep_evaluated(model)
+            self._report(model)
             result = self._await_evaluation(launcher)
         return self._take_evaluation(result)
 
@@ -576,7 +639,7 @@ class Trainer:
             launcher.start(worker_specs(alone, ledger, factory, self._env_spec, policy), snapshot)
             result = launcher.evaluate(snapshot, self.settings.evaluation.request(env_steps))
         if self.settings.run_dir is not None:
-            write_films(result, self.settings.run_dir)
+            write_films(self.settings.run_dir, result.env_steps, films_of(result))
         if result.films:
             logger.info("Films are in %s/videos", self.settings.run_dir)
         return summarise(result)
@@ -618,6 +681,7 @@ class Trainer:
             raise BadInput("run_dir=None: a checkpoint needs a run directory")
         if self._replay_buffer is None:
             raise LauncherClosed("there is nothing to save before fit()")
+        self._feedback.flush()
         return self._run_state(model, self._replay_buffer).capture(
             self.settings.run_dir,
             texts=self._config_texts(),
@@ -670,9 +734,6 @@ class Trainer:
             tracker = make_tracker(s)
             env_spec = launcher.probe(factory, s.evaluation.render_mode)
             self._build(env_spec, replay_buffer, model)
-            self.set_attributes_to_model(model)
-            model.to(self.device, self.dtype)
-            self._optimizers = model.configure_optimizers()
             self.load_checkpoint(model)
             stack.push(self._close_log)
             self._log.open(s.total_steps, s.console, self._config_texts(), self._resume_point())
@@ -700,12 +761,14 @@ class Trainer:
                 self._running_launcher = None
 
     def _build(self, env_spec: EnvSpec, replay_buffer: Store, model: Agent) -> None:
-        """Build the model and the store, and everything that counts and keeps time."""
+        """Build model, optimisers and store, and everything that counts and keeps time."""
         s = self.settings
         seed_everything(s.seed)
         self._env_spec = env_spec
         model.build(env_spec)
         self._tell_start(env_spec.name, model)
+        if size := parameters_in_words(model):
+            logger.info("%s has %s.", type(model).__name__, size)
         sample_spec = model.sample_spec
         layout = StreamLayout(s.num_streams, s.unroll_length)
         warmup = replay_buffer.warmup_env_steps
@@ -721,6 +784,12 @@ class Trainer:
         self._saved_at, self._in_update, self._gave_up = (0, 0), False, False
         self._unwritten, self._evaluated, self._maybe_best = set(), None, []
         self._checkpoint_is_due = False
+        self.set_attributes_to_model(model)
+        model.to(self.device, self.dtype)
+        self._optimizers = model.configure_optimizers()
+        self._training_steps = compiled(model.training_steps(), s.compile, self.device)
+        self._finite_steps = FiniteSteps(self._reads_at_once)
+        self._feedback = FeedbackLine(replay_buffer, self._reads_at_once)
 
     def _store_place(self) -> StorePlace | None:
         s = self.settings
@@ -748,6 +817,7 @@ class Trainer:
             more |= {f"workers/{name}": value for name, value in told.items()}
         more["replay/samples_per_insert"] = self._progress.limiter.ratio()
         more |= {f"policy/{name}": value for name, value in self._published_scalars.items()}
+        more |= self._tell_left_out()
         for name, optimizer in self._optimizers.items():
             more[f"{name}/learning_rate"] = float(optimizer.param_groups[0]["lr"])
         self._log.write_training(self.env_steps, self.updates, more)

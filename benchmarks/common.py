@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -259,15 +259,18 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 
 def synthetic_unrolls(
-    env_spec: EnvSpec, layout: StreamLayout, count: int, extras: Sequence[str] = ()
+    env_spec: EnvSpec,
+    layout: StreamLayout,
+    count: int,
+    extras: Mapping[str, ArraySpec] | None = None,
 ) -> list[Unroll]:
     """Unrolls of noise, of all streams, that follow each other, the first the last one too.
 
-    Episodes end at random, every hundred rows or so.
+    Episodes end at random, every hundred rows or so. What a policy notes (``extras``, see
+    `PolicyFactory.extras_spec`) is zeros.
     """
     generator = np.random.default_rng(0)
-    specs = {name: ArraySpec((), "float32") for name in extras}
-    shapes = Unroll.layout(env_spec, layout.unroll_length, layout.num_streams, specs)
+    shapes = Unroll.layout(env_spec, layout.unroll_length, layout.num_streams, extras or {})
     unrolls = []
     for sequence in range(count):
         arrays = {name: spec.zeros() for name, spec in shapes.items()}

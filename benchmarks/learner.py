@@ -1,9 +1,15 @@
 """Updates per second of an agent, as the Trainer makes them, and where their time goes.
 
     python benchmarks/learner.py experiment=cartpole_dqn device=cpu --threads 1
+    python benchmarks/learner.py experiment=cartpole_dreamer agent.imagine_last=null --threads 1
 
 An update is one batch drawn, moved to the device, through every training step and its optimiser,
 and its feedback returned. The experience is noise in the environment's shapes; no worker runs.
+
+The *bare loop* is the arithmetic of it and nothing else: training steps, gradients, clipping and
+optimisers, on one batch that stays, without replay, feedback, metrics and the test for what is not
+finite. Both are timed in turn, and the overhead is the median of the ratios of neighbours, by the
+clock and by the time that the process was given, which other work disturbs less.
 """
 
 from __future__ import annotations
@@ -11,7 +17,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 from common import (
@@ -35,15 +42,82 @@ def build(parts: Parts, rows: int) -> None:
     trainer, store, agent = parts.trainer, parts.store, parts.agent
     env_spec = probe(parts.factory)
     trainer._build(env_spec, store, agent)
-    trainer.set_attributes_to_model(agent)
-    agent.to(trainer.device, trainer.dtype)
-    trainer._optimizers = agent.configure_optimizers()
     agent.train(True)
     options = trainer.settings
     layout = StreamLayout(options.num_streams, options.unroll_length)
     count = 2 + rows // (options.num_streams * options.unroll_length)
-    for unroll in synthetic_unrolls(env_spec, layout, count, store.extras):
+    noted = agent.policy_factory(store.extras).extras_spec
+    for unroll in synthetic_unrolls(env_spec, layout, count, noted):
         store.add(unroll)
+
+
+def bare_loop(parts: Parts) -> Callable[[], None]:
+    """An update without all that the Trainer does around the arithmetic."""
+    trainer, agent = parts.trainer, parts.agent
+    batch = parts.store.sample().to(trainer.device)
+    clip = trainer.settings.gradient_clip_val or float("inf")
+    steps, optimizers = trainer._training_steps, trainer._optimizers
+    parameters = {
+        name: [p for group in optimizer.param_groups for p in group["params"]]
+        for name, optimizer in optimizers.items()
+    }
+
+    def update() -> None:
+        carry: Any = batch
+        for name, step in steps.items():
+            output = step(carry)
+            optimizers[name].zero_grad(set_to_none=True)
+            output.loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters[name], clip)
+            optimizers[name].step()
+            carry = carry if output.carry is None else output.carry
+        for name in steps:
+            agent.after_step(name, trainer.updates)
+
+    return update
+
+
+class Overhead(NamedTuple):
+    """What one job takes beyond another, as a share of the other.
+
+    Attributes:
+        wall: by the clock.
+        cpu: by the time that this process was given.
+        wall_s: seconds of the other, median.
+    """
+
+    wall: float
+    cpu: float
+    wall_s: float
+
+
+def overhead(
+    job: Callable[[], Any],
+    bare: Callable[[], Any],
+    pairs: int,
+    seconds: float,
+    wait: Callable[[], Any],
+) -> Overhead:
+    """Medians over ``pairs`` of neighbours, each of which runs for ``seconds`` at least."""
+
+    def timed(function: Callable[[], Any]) -> tuple[float, float]:
+        wait()
+        count, began, given = 0, time.perf_counter(), time.process_time()
+        while count == 0 or time.perf_counter() - began < seconds:
+            function()
+            count += 1
+        wait()
+        return (time.perf_counter() - began) / count, (time.process_time() - given) / count
+
+    ratios: list[tuple[float, float]] = []
+    walls: list[float] = []
+    for pair in range(pairs):
+        order = (job, bare) if pair % 2 else (bare, job)
+        times = {function: timed(function) for function in order}
+        ratios.append((times[job][0] / times[bare][0], times[job][1] / times[bare][1]))
+        walls.append(times[bare][0])
+    wall, cpu = (median(column) - 1 for column in zip(*ratios, strict=True))
+    return Overhead(wall, cpu, median(walls))
 
 
 class Clock:
@@ -85,8 +159,8 @@ class Clock:
         store.feed_back = self.watch("feedback", store.feed_back)
         trainer._optimise = self.watch("optimise", trainer._optimise)  # type: ignore[method-assign]
         agent.after_step = self.watch("after_step", agent.after_step)
-        steps = {k: self.watch(f"{k}_step", step) for k, step in agent.training_steps().items()}
-        agent.training_steps = lambda: steps
+        steps = trainer._training_steps
+        trainer._training_steps = {k: self.watch(f"{k}_step", step) for k, step in steps.items()}
         Batch.to = self.watch("to_device", Batch.to)  # type: ignore[method-assign]
 
 
@@ -95,6 +169,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--threads", type=int, help="torch threads; default: as torch has it")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument("--pairs", type=int, default=7, help="of updates and bare loops in turn")
     parser.add_argument("--rows", type=int, default=5_000, help="in the replay buffer")
     args = parser.parse_intermixed_args()
     machine = facts()
@@ -110,6 +185,7 @@ def main() -> None:
 
     rate(update, min(1.0, args.seconds), wait)  # warms up caches and allocators
     updates_per_s = rate(update, args.seconds, wait)
+    beyond = overhead(update, bare_loop(parts), args.pairs, args.seconds / args.pairs, wait)
     clock = Clock(wait)
     clock.put_into(parts)
     before = trainer.updates
@@ -123,6 +199,10 @@ def main() -> None:
     title = f"{type(parts.agent).__name__} on {parts.factory.name}"
     say(f"{title}: batches of {batch_size} on {device}, {torch.get_num_threads()} threads")
     say(f"{updates_per_s:,.1f} updates/s, {1e3 / updates_per_s:.3f} ms each; with a clock inside:")
+    say(
+        f"{beyond.wall:+.1%} over a bare loop of the same arithmetic by the clock, "
+        f"{beyond.cpu:+.1%} by CPU time (medians of {args.pairs} ratios)"
+    )
     table(["part", "ms", "share"], [[k, v, f"{v / whole_ms:.0%}"] for k, v in parts_ms.items()])
     parameters = sum(p.numel() for p in parts.agent.parameters() if p.requires_grad)
     result = {
@@ -131,6 +211,10 @@ def main() -> None:
         "env": parts.factory.name,
         "updates_per_s": round(updates_per_s, 2),
         "samples_per_s": round(updates_per_s * batch_size, 1),
+        "overhead": round(beyond.wall, 4),
+        "overhead_cpu": round(beyond.cpu, 4),
+        "bare_ms": round(1e3 * beyond.wall_s, 4),
+        "pairs": args.pairs,
         "parts_ms": {name: round(ms, 4) for name, ms in parts_ms.items()},
         "batch_size": batch_size,
         "parameters": parameters,

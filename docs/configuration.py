@@ -19,6 +19,8 @@ from omegaconf import OmegaConf
 from actorlearner.agents.dqn import DQNSettings
 from actorlearner.agents.dreamer import DreamerSettings
 from actorlearner.config import Settings, config_dir
+from actorlearner.crafter import CrafterSettings
+from actorlearner.dmc import DMCSettings
 from actorlearner.envs import EnvSettings
 from actorlearner.evaluate import EvaluationSettings
 from actorlearner.faults import FaultSettings
@@ -49,7 +51,8 @@ In Python it is an argument of what it belongs to: `Trainer(workers=4)`, `DQN(le
 `Trainer(evaluation={"episodes": 5})`. What is `null` on the command line is `None` in Python.
 
 An experiment (`experiment=minatar_dqn`; the files of `configs/experiment/`) sets several at once.
-Without one named, the command runs `cartpole_dqn`, whose values stand above the defaults told here.
+Without one named, the command runs `cartpole_dqn`, or with another agent that agent's
+(`agent=dreamer`: `cartpole_dreamer`), whose values stand above the defaults told here.
 `--cfg job` prints what a command line comes to, and `--help` every setting:
 
 ```bash
@@ -69,6 +72,8 @@ SECTIONS: tuple[tuple[str, str, type[Settings], str], ...] = (
     ("env=gym", "Any Gymnasium environment.", EnvSettings, "env/gym"),
     ("env=atari", "Needs the extra `atari`.", AtariSettings, "env/atari"),
     ("env=minatar", "Needs the extra `minatar`.", MinAtarSettings, "env/minatar"),
+    ("env=dmc", "Needs the extra `dmc`.", DMCSettings, "env/dmc"),
+    ("env=crafter", "Needs the extra `crafter`.", CrafterSettings, "env/crafter"),
     ("agent=dqn, agent=rainbow", "See [DQN](agents/dqn.md) and [Rainbow](agents/rainbow.md). "
      "`agent=rainbow` is the same agent with other values.", DQNSettings, "agent/dqn"),
     ("agent=dreamer", "Needs `replay=uniform`; see [Dreamer](agents/dreamer.md).",

@@ -1,4 +1,4 @@
-"""Plants deliberate bugs, one at a time, and shows that the tests catch each of them.
+"""Plants deliberate bugs, each alone in a copy, and shows that the tests catch every one.
 
     python tests/mutations.py
     python tests/mutations.py -k replay -k worker
@@ -20,13 +20,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("actorlearner", "configs", "tests", "pyproject.toml")
 TIMEOUT_S = 300
 """Of one call of pytest, whose tests have a timeout of their own."""
+MOST_COPIES = 4
+"""That tests run in at the same time; no more than there are cores."""
 
 CONFTEST = """
 from pathlib import Path
@@ -137,6 +141,214 @@ MUTATIONS = (
         "math.prod(radices[:i])",
         ("tests/unit/test_joint_actions.py::test_they_count_all_combinations_in_order",),
     ),
+    # ------------------------------------------------------------------------------- Dreamer
+    Mutation(
+        "dreamer_symlog_twice",
+        "two-hot targets are squeezed although the bins are spaced exponentially",
+        "distributions.py",
+        "        targets = targets.to(bins.dtype)\n",
+        "        targets = symlog(targets.to(bins.dtype))\n",
+        ("tests/unit/test_distributions.py::TestTwoHot::test_loss_equals_the_slow_twin",),
+    ),
+    Mutation(
+        "dreamer_rewards_are_logits",
+        "imagined rewards are the likeliest bin's number, not the mean",
+        "agents/dreamer.py",
+        "self.two_hot.mean(world.reward(features))",
+        "world.reward(features).argmax(-1).float()",
+        ("tests/unit/test_dreamer.py::test_returns_and_weights_of_imagination_by_hand",),
+    ),
+    Mutation(
+        "dreamer_imagines_by_another_prior",
+        "imagination feeds the prior the state before instead of the new one",
+        "agents/world_model.py",
+        "prior = self.representation.latents(self.prior(deterministic))",
+        "prior = self.predict(state)",
+        (
+            "tests/unit/test_world_model.py::TestUnroll"
+            "::test_imagination_takes_the_prior_that_is_trained",
+        ),
+    ),
+    Mutation(
+        "dreamer_free_nats_of_each_latent",
+        "the floor is under each latent's divergence, not under their sum",
+        "agents/world_model.py",
+        "posterior.detach().divergence(prior).sum(-1).clamp(min=free_nats)",
+        "posterior.detach().divergence(prior).clamp(min=free_nats).sum(-1)",
+        (
+            "tests/unit/test_world_model.py::TestDivergences"
+            "::test_the_floor_is_under_the_sum_of_latents",
+        ),
+    ),
+    Mutation(
+        "dreamer_no_unimix",
+        "divergences are those of the bare softmax, without a share for every class",
+        "agents/world_model.py",
+        "return Categorical(split, self._uniform_share)",
+        "return Categorical(split)",
+        ("tests/unit/test_world_model.py::TestUnroll::test_no_class_is_without_probability",),
+    ),
+    Mutation(
+        "dreamer_dynamics_move_the_posterior",
+        "the gradient that is for the prior reaches the posterior, too",
+        "agents/world_model.py",
+        '"dynamics": posterior.detach().divergence(prior)',
+        '"dynamics": posterior.divergence(prior)',
+        ("tests/unit/test_world_model.py::TestDivergences::test_each_moves_one_side",),
+    ),
+    Mutation(
+        "dreamer_scales_swapped",
+        "the divergences have each other's scale",
+        "agents/dreamer.py",
+        's.dynamics_scale * kept["dynamics"]',
+        's.representation_scale * kept["dynamics"]',
+        ("tests/unit/test_dreamer.py::test_the_world_loss_is_the_weighted_sum_of_means",),
+    ),
+    Mutation(
+        "dreamer_action_over_a_start",
+        "the last action of an episode tells of the next one's first state",
+        "agents/world_model.py",
+        "tokens_LBE, action_LBA * keep_LB1, keep_LB1, strict",
+        "tokens_LBE, action_LBA, keep_LB1, strict",
+        (
+            "tests/unit/test_world_model.py::TestUnroll"
+            "::test_a_start_in_the_middle_makes_two_sequences",
+        ),
+    ),
+    Mutation(
+        "dreamer_acting_over_a_start",
+        "the policy keeps its last action at a reset",
+        "agents/dreamer.py",
+        "for tensor in (*self._state, self._action):",
+        "for tensor in self._state:",
+        ("tests/unit/test_dreamer.py::test_a_reset_forgets_a_column",),
+    ),
+    Mutation(
+        "dreamer_block_fan_in",
+        "weights of blocks begin by the inputs of a block",
+        "networks.py",
+        "        truncated_normal_(self.weight, inputs)\n",
+        "        truncated_normal_(self.weight, inputs // blocks)\n",
+        (
+            "tests/unit/test_networks.py::TestNormedLayers"
+            "::test_weights_begin_by_the_inputs_of_the_whole_layer",
+        ),
+    ),
+    Mutation(
+        "dreamer_ends_are_imagined_from",
+        "weights begin at 1, not at the root's own continuation",
+        "agents/dreamer.py",
+        "            discount.cumprod(0)[:-1],\n",
+        "            discount.cumprod(0)[:-1] / discount[0],\n",
+        ("tests/unit/test_dreamer.py::test_imagining_from_an_end_counts_for_nothing",),
+    ),
+    Mutation(
+        "dreamer_continuation_unused",
+        "returns are discounted as if no episode ended",
+        "agents/dreamer.py",
+        "lambda_return(reward[1:], discount[1:], value[1:]",
+        "lambda_return(reward[1:], 0 * discount[1:] + 0.997, value[1:]",
+        ("tests/unit/test_dreamer.py::test_returns_and_weights_of_imagination_by_hand",),
+    ),
+    Mutation(
+        "dreamer_only_entropy_trains",
+        "the gain has no log-probability, so that only entropy trains the actor",
+        "agents/dreamer.py",
+        "distribution.log_prob(carry.action) * advantage",
+        "advantage",
+        ("tests/unit/test_dreamer.py::test_the_actor_follows_the_advantage",),
+    ),
+    Mutation(
+        "dreamer_acts_by_the_prior",
+        "states know nothing of the new observation",
+        "agents/world_model.py",
+        "torch.cat([deterministic, tokens], -1)",
+        "torch.cat([deterministic, 0 * tokens], -1)",
+        ("tests/unit/test_world_model.py::TestUnroll::test_the_observation_is_part_of_the_state",),
+    ),
+    Mutation(
+        "dreamer_errors_are_averaged",
+        "errors of pixels are averaged: divergences dominate",
+        "agents/world_model.py",
+        "            return error.flatten(1).sum(1)",
+        "            return error.flatten(1).mean(1)",
+        ("tests/unit/test_world_model.py::TestObservations::test_errors_are_summed_by_hand",),
+    ),
+    Mutation(
+        "dreamer_horizon_is_summed",
+        "the actor's loss is summed over the horizon",
+        "agents/dreamer.py",
+        "actor_loss = -(dreamt.weight * gain).mean()",
+        "actor_loss = -(dreamt.weight * gain).sum(0).mean()",
+        ("tests/unit/test_dreamer.py::test_the_controller_loss_by_hand",),
+    ),
+    Mutation(
+        "dreamer_departing_rewards",
+        "a state is told the reward of the action taken in it",
+        "agents/dreamer.py",
+        "reward=batch.reward[:-1] * ~first",
+        "reward=batch.reward[1:] * ~first",
+        ("tests/unit/test_dreamer.py::test_rows_become_arrivals",),
+    ),
+    Mutation(
+        "dreamer_pixels_as_bytes",
+        "pixels are not scaled",
+        "agents/world_model.py",
+        'return pixels / 255 if spec.dtype == "uint8" else pixels',
+        "return pixels",
+        ("tests/unit/test_world_model.py::TestObservations::test_pixels_are_scaled_and_centred",),
+    ),
+    Mutation(
+        "dreamer_time_limit_terminates",
+        "a truncation is predicted as an end",
+        "agents/dreamer.py",
+        "terminal=batch.terminated[:-1] & ~first",
+        "terminal=(batch.terminated | batch.truncated)[:-1] & ~first",
+        ("tests/unit/test_dreamer.py::test_rows_become_arrivals",),
+    ),
+    Mutation(
+        "dreamer_ratio_of_updates",
+        "samples per insert counts sequences, not their rows",
+        "contracts.py",
+        "return self.batch_size * self.length",
+        "return self.batch_size",
+        ("tests/test_sequences.py::test_samples_per_insert_count_the_rows_that_are_learned_from",),
+    ),
+    Mutation(
+        "dreamer_warmup_is_fixed",
+        "the warm-up takes 1,000 updates whatever is asked",
+        "agents/dreamer.py",
+        "linear_warmup(rate, updates, s.warmup_updates)",
+        "linear_warmup(rate, updates, 1_000)",
+        ("tests/unit/test_dreamer.py::TestSettings::test_live_ones_change",),
+    ),
+    Mutation(
+        "dreamer_world_moves_the_critic",
+        "the world's step has a gradient for the critic's parameters",
+        "agents/dreamer.py",
+        "name: value.detach() for name, value in self.critic.named_parameters()",
+        "name: value for name, value in self.critic.named_parameters()",
+        (
+            "tests/unit/test_dreamer.py"
+            "::test_the_gradient_of_replayed_values_reaches_the_world_alone",
+        ),
+    ),
+    Mutation(
+        "dreamer_slow_critic_bootstraps",
+        "imagined returns end with the slow critic's value",
+        "agents/dreamer.py",
+        "value = self.two_hot.mean(self.critic(features))",
+        "value = self.two_hot.mean(self.slow_critic(features))",
+        ("tests/unit/test_dreamer.py::test_returns_and_weights_of_imagination_by_hand",),
+    ),
+    Mutation(
+        "dreamer_report_draws",
+        "a report draws from the generator that learning draws from",
+        "agents/dreamer.py",
+        "TorchNoise(device, torch.Generator(device).manual_seed(0))",
+        "TorchNoise(device)",
+        ("tests/contracts/test_agents.py::test_a_report_changes_nothing[dreamer]",),
+    ),
     # ---------------------------------------------------------------------------------- returns
     Mutation(
         "returns_atoms_not_clipped",
@@ -202,6 +414,14 @@ MUTATIONS = (
         "candidates[ring.drawable[candidates]]",
         "candidates",
         ("tests/unit/test_replay.py::test_newest_row_is_drawn_and_reset_rows_are_not",),
+    ),
+    Mutation(
+        "replay_peek_takes",
+        "what is only looked at counts as learned from",
+        "replay.py",
+        "self._generator.bit_generator.state, self._ring.windows = generator, windows",
+        "self._generator.bit_generator.state = generator",
+        ("tests/unit/test_replay_sequences.py::test_to_peek_changes_nothing",),
     ),
     # ----------------------------------------------------------------------------- frame stacks
     Mutation(
@@ -343,7 +563,8 @@ def try_mutation(mutation: Mutation, copy: Path) -> str | None:
 
 
 def make_copy(copy: Path) -> None:
-    """Copy what the tests need to directory ``copy``."""
+    """Copy what the tests need to directory ``copy``, a new one."""
+    copy.mkdir()
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
@@ -361,29 +582,46 @@ def say(text: str) -> None:
 
 
 def check(mutations: Sequence[Mutation]) -> int:
-    """Try ``mutations`` and tell what became of each; the exit code."""
+    """Try ``mutations``, one in each of a few copies at a time, and tell what became of each.
+
+    Returns:
+        The exit code.
+    """
     begun = time.perf_counter()
     survivors, troubles = [], []
+    idle: SimpleQueue[Path] = SimpleQueue()
+
+    def attempt(mutation: Mutation) -> tuple[str | Exception | None, float]:
+        copy, since = idle.get(), time.perf_counter()
+        try:
+            return try_mutation(mutation, copy), time.perf_counter() - since
+        except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
+            return error, time.perf_counter() - since
+        finally:
+            idle.put(copy)
+
     with tempfile.TemporaryDirectory(prefix="mutations-") as directory:
-        copy = Path(directory).resolve()
-        make_copy(copy)
+        count = min(MOST_COPIES, os.cpu_count() or 1)
+        copies = [Path(directory).resolve() / str(number) for number in range(count)]
+        for copy in copies:
+            make_copy(copy)
+            idle.put(copy)
         tests = sorted({test for mutation in mutations for test in mutation.tests})
-        if failed := run_tests(copy, tests):
+        if failed := run_tests(copies[0], tests):
             say(f"{failed} fails without any bug")
             return 2
         say(f"without a bug all pass: {time.perf_counter() - begun:.1f} s")
-        for mutation in mutations:
-            since = time.perf_counter()
-            try:
-                caught_by = try_mutation(mutation, copy)
-            except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
-                troubles.append(mutation.name)
-                outcome = f"COULD NOT BE TRIED: {error}"
-            else:
-                outcome = f"caught by {caught_by}" if caught_by else "SURVIVED"
-                survivors += [] if caught_by else [mutation.name]
-            say(f"{mutation.name}: {mutation.bug}")
-            say(f"    {outcome} ({time.perf_counter() - since:.1f} s)")
+        with ThreadPoolExecutor(count) as pool:
+            attempts = zip(mutations, pool.map(attempt, mutations), strict=True)
+            for mutation, (found, seconds) in attempts:
+                if isinstance(found, Exception):
+                    troubles.append(mutation.name)
+                    outcome = f"COULD NOT BE TRIED: {found}"
+                else:
+                    outcome = f"caught by {found}" if found else "SURVIVED"
+                    survivors += [] if found else [mutation.name]
+                say(f"{mutation.name}: {mutation.bug}")
+                say(f"    {outcome} ({seconds:.1f} s)")
     count = len(mutations) - len(survivors) - len(troubles)
     say(f"{count} of {len(mutations)} caught in {time.perf_counter() - begun:.0f} s")
     for word, names in (("survived", survivors), ("not tried", troubles)):

@@ -224,6 +224,36 @@ def test_learner_tells_where_the_time_goes(call: Call) -> None:
     parts = {"sample", "to_device", "q_step", "optimise", "feedback", "after_step", "other"}
     assert set(result["parts_ms"]) == parts
     assert all(ms > 0 for ms in result["parts_ms"].values())
+    assert result["bare_ms"] > 0
+    assert -1 < result["overhead_cpu"] < 10
+
+
+def test_learner_knows_sequences(call: Call) -> None:
+    """And the bare loop makes the same steps: only its own arithmetic is timed against it."""
+    small = "units=8 deterministic=16 latents=2 batch_size=2 batch_length=2 imagination_length=1"
+    settings = " ".join(f"agent.{setting}" for setting in [*small.split(), "imagine_last=null"])
+    result = call(
+        "learner",
+        f"experiment=cartpole_dreamer workers=0 device=cpu {settings} --threads 1 --seconds 0.1 "
+        "--rows 100 --pairs 2",
+    ).result
+    assert (result["agent"], result["pairs"]) == ("Dreamer", 2)
+    assert {"world_step", "controller_step"} <= set(result["parts_ms"])
+
+
+def test_the_bare_loop_makes_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, common = load("learner", monkeypatch), load("common", monkeypatch)
+    ends = []
+    for is_bare in (True, False):
+        parts = common.Parts.of([*SMALL, "replay.prioritized=false", "seed=1"])
+        learner.build(parts, 200)
+        torch.manual_seed(0)
+        if is_bare:
+            learner.bare_loop(parts)()
+        else:
+            parts.trainer._update(parts.store, parts.agent)
+        ends.append(parts.agent.online.state_dict())
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
 
 
 def test_synthetic_unrolls_keep_to_the_record(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,11 +222,12 @@ def test_a_script_is_told_what_happens(tmp_path: Path, capsys: pytest.CaptureFix
     assert told[0] == "Training DQN on Guess for 64 env steps: all in this process, on cpu."
     assert told[1] == f"Results go to {tmp_path}; to watch: tensorboard --logdir {tmp_path}"
     assert told[2] == "Ctrl-C saves and stops."
-    assert told[3].startswith("The replay takes 0.0 MiB of memory for 256 rows; ")
+    assert told[3] == "DQN has 51 parameters: online 51."
+    assert told[4].startswith("The replay takes 0.0 MiB of memory for 256 rows; ")
+    assert told[5].startswith("The replay needs up to 0.0 MiB of disk with its checkpoints; ")
+    assert "of 64 env steps (" in told[6]
     assert re.match(r"Finished after 6\d env steps, \d+ s: evaluation return ", told[-2])
     assert told[-1] == f"Results are in {tmp_path}."
-    assert told[4].startswith("The replay needs up to 0.0 MiB of disk with its checkpoints; ")
-    assert "of 64 env steps (" in told[5]
     log = (tmp_path / "run.log").read_text().splitlines()
     assert log[0].endswith(f"INFO {told[0]}")
     assert log[-1].endswith(f"INFO {told[-1]}")

@@ -14,6 +14,8 @@ from omegaconf import OmegaConf
 from actorlearner.agents.dqn import DQNSettings
 from actorlearner.agents.dreamer import DreamerSettings
 from actorlearner.config import Settings, config_dir, resolve
+from actorlearner.crafter import CrafterSettings
+from actorlearner.dmc import DMCSettings
 from actorlearner.envs import EnvSettings
 from actorlearner.evaluate import EvaluationSettings
 from actorlearner.faults import FaultSettings
@@ -32,6 +34,8 @@ SETTINGS: dict[str, type[Settings]] = {
     "agent/dreamer": DreamerSettings,
     "agent/rainbow": DQNSettings,
     "env/atari": AtariSettings,
+    "env/crafter": CrafterSettings,
+    "env/dmc": DMCSettings,
     "env/gym": EnvSettings,
     "env/minatar": MinAtarSettings,
     "evaluation/default": EvaluationSettings,
@@ -157,5 +161,9 @@ def test_an_experiment_composes_and_runs(name: str, tmp_path: Path) -> None:
     assert config.experiment == name
     warmup = "replay.warmup_env_steps=32"
     short = ["total_steps=64", "evaluation.episodes=1", "evaluation.step_limit=10", warmup]
+    if config.agent.target.endswith(":Dreamer"):
+        short.append("agent.size=1M")
+    if config.env.target.endswith(":DMCSettings"):
+        pytest.importorskip("dm_control")
     assert main([f"experiment={name}", "workers=0", *short, f"run_dir={tmp_path / 'run'}"]) == 0
     assert metrics(tmp_path / "run")[-1]["env_steps"] >= 64

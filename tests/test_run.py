@@ -582,6 +582,13 @@ def test_a_typo_beside_a_choice_of_ones_own(
     assert text in refused(["--config-dir=mine", "experiment=own", extra], capsys)
 
 
+@pytest.mark.parametrize("agent", ["dqn", "rainbow", "dreamer"])
+def test_an_agent_brings_its_experiment_unless_one_is_named(agent: str) -> None:
+    assert compose([f"agent={agent}"]) == compose([f"experiment=cartpole_{agent}"])
+    assert compose([f"agent={agent}", "env=minatar"]).env.id == "MinAtar/Breakout-v0"
+    assert "experiment" not in compose([f"agent={agent}", "experiment=null"])
+
+
 def test_null_is_no_choice_of_a_group_that_needs_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

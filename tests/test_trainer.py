@@ -173,6 +173,7 @@ class TestSettings:
         "workers": 3, "envs_per_worker": 2, "unroll_length": 4, "seed": 5, "total_steps": 77,
         "device": "cpu", "lockstep": True, "samples_per_insert": 3.5, "run_dir": Path("x"),
         "trust": ("mine",), "launch": {"slots": 3}, "dtype": "float64", "gradient_clip_val": 0.5,
+        "nonfinite": "skip", "compile": "max-autotune",
         "publish_every_updates": 4, "evaluate_every_env_steps": 10,
         "checkpoint_every_env_steps": 20, "log_every_env_steps": 30, "keep_last": 2,
         "keep_best": 0, "preempt_deadline_s": 9.5,
@@ -183,8 +184,8 @@ class TestSettings:
     def test_i1_each_is_readable(self) -> None:
         changed = self.CHANGED
         evaluation = {"episodes": 4, "step_limit": 9, "seed": 2}
-        for without in ("lockstep", "dtype"):  # these two don't go together
-            some = {name: value for name, value in changed.items() if name != without}
+        for without in ({"lockstep"}, {"dtype", "compile"}):  # these two don't go together
+            some = {name: value for name, value in changed.items() if name not in without}
             trainer = Trainer(**some, evaluation=evaluation)
             for name, value in some.items():
                 assert getattr(trainer.settings, name) == value
@@ -223,6 +224,9 @@ class TestSettings:
             ({"device": "cuda:99"}, "^device=cuda:99: not to be had here: "),
             ({"device": 3}, "^device=3: a text is needed"),
             ({"device": "meta"}, "^device=meta: not to be had here: "),
+            ({"nonfinite": "go on"}, "^trainer.nonfinite='go on': must be one of stop, skip"),
+            ({"compile": True}, "^trainer.compile=True: must be one of default, reduce-overhead"),
+            ({"compile": "default"}, "^trainer.compile=default: lockstep needs null"),
             ({"dtype": "bfloat16", "lockstep": True}, "^trainer.dtype=bfloat16: lockstep needs"),
             ({"samples_per_insert": float("inf")}, "^samples_per_insert=inf: must be greater"),
             ({"samples_per_insert": float("nan")}, "^samples_per_insert=nan: must be greater"),

@@ -109,7 +109,8 @@ def test_films_of_what_a_resume_cuts_off_go() -> None:
     for env_steps in (300, 700):
         before.write_evaluation(result_of(env_steps))
     before.close()
-    Path("run/videos/step_mine_episode_0.gif").touch()
+    for name in ("step_mine_episode_0.gif", "step_000000000700_open_loop_observation.gif"):
+        Path("run/videos", name).touch()
     log((300, 10)).close()
     names = [f"step_{300:012d}_episode_{i}.gif" for i in (0, 1)]
     assert sorted(path.name for path in Path("run/videos").iterdir()) == [

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from actorlearner.agents import open_loop
 from actorlearner.agents.world_model import (
     Head,
     ModelSize,
@@ -38,6 +40,7 @@ from actorlearner.contracts import (
     BadInput,
     EnvSpec,
     Observation,
+    Report,
     SequenceBatch,
     SequenceSpec,
     SettingError,
@@ -137,6 +140,9 @@ class DreamerSettings(Settings):
     """Of the loss that holds the critic near the slow one."""
     replay_value_scale: float = setting(0.3, low=0)
     """Of the critic's loss on replayed rows."""
+    open_loop_films: int = setting(3, low=0)
+    """Sequences in the film of open-loop predictions that is made with every evaluation; 0 for no
+    film."""
 
     def check(self) -> None:
         """Blocks must divide what they are made of; ranges are sorted; starts must be there."""
@@ -450,7 +456,8 @@ class Imagined:
 class ReturnScale(nn.Module):
     """How far returns spread: a moving average of the distance of two percentiles.
 
-    Hafner et al. 2025, equation 7. The averages start at 0.
+    Hafner et al. 2025, equation 7. The averages start at 0; returns that are not finite leave them
+    as they are.
     """
 
     low: Tensor
@@ -471,7 +478,8 @@ class ReturnScale(nn.Module):
             place = level * (len(ordered) - 1)
             below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
             percentile = below.lerp(above, place % 1)
-            average.lerp_(percentile.to(average.dtype), s.return_scale_rate)
+            moved = average.lerp(percentile.to(average.dtype), s.return_scale_rate)
+            average.copy_(moved.where(moved.isfinite(), average))
         return (self.high - self.low).clamp(min=s.smallest_return_scale)
 
 
@@ -548,6 +556,43 @@ class Dreamer(nn.Module):
         """See `contracts.Agent`."""
         self.settings = self.settings.changed(values)
 
+    @torch.no_grad()
+    def report(self, batch: SequenceBatch) -> Report:
+        """See `contracts.ReportingAgent`: how well the model predicts without seeing.
+
+        Of each sequence it sees the first rows, `open_loop.CONTEXT` or half of them if that is
+        less; of the rest it knows only the actions, and where an episode begins.
+
+        Returns:
+            ``world/open_loop_error``, the loss of what is decoded then, as in
+            ``world/observation_loss``, and a film of each key of the observation.
+        """
+        device, world, s = batch.reward.device, self.world, self.settings
+        arrived = Arrivals.of(batch, self._actions)
+        observation = {key: array[1:] for key, array in batch.observation.items()}
+        latents = {name: array[0] for name, array in batch.extras.items()}
+        dtype = next(world.parameters()).dtype
+        context = min(open_loop.CONTEXT, s.batch_length // 2)
+        states = world.predict_open_loop(
+            unpacked(latents, s.model_size.classes, dtype),
+            arrived.action.to(dtype),
+            observation,
+            arrived.first,
+            context,
+            TorchNoise(device, torch.Generator(device).manual_seed(0)),
+        )
+        unseen = State(*(part[context:].flatten(0, 1) for part in states))
+        later = {key: array[context:].flatten(0, 1) for key, array in observation.items()}
+        error = sum(float(loss.mean()) for loss in world.decoder.losses(unseen, later).values())
+        films = {}
+        if count := min(s.open_loop_films, s.batch_size):
+            shown = State(*(part[:, :count].flatten(0, 1) for part in states))
+            seen = {key: array[:, :count].flatten(0, 1) for key, array in observation.items()}
+            for key, pair in world.decoder.compared(shown, seen).items():
+                said, true = (part.unflatten(0, (-1, count)).cpu().numpy() for part in pair)
+                films[f"world/open_loop_{key}"] = open_loop.film(true, said, context)
+        return Report({"world/open_loop_error": error}, films)
+
     # ------------------------------------------------------------------------- optimisation
 
     def configure_optimizers(self) -> dict[str, torch.optim.Optimizer]:
@@ -595,9 +640,10 @@ class Dreamer(nn.Module):
                 ):
                     slow.lerp_(fast, self.settings.slow_critic_rate)
 
-    def _autocast(self, device: torch.device) -> torch.autocast:
-        is_on = self.settings.precision == "bfloat16"
-        return torch.autocast(device.type, torch.bfloat16, enabled=is_on)
+    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        if self.settings.precision == "float32":
+            return nullcontext()
+        return torch.autocast(device.type, torch.bfloat16)
 
     # ----------------------------------------------------------------------- training steps
 
@@ -712,9 +758,9 @@ class Dreamer(nn.Module):
     def _critic_loss(self, logits: Tensor, valued: Valued) -> Tensor:
         """Cross-entropy with returns and with the slow critic's values: a weighted mean."""
         s = self.settings
-        loss = self.two_hot.loss(logits, valued.target)
-        loss = loss + s.slow_critic_scale * self.two_hot.loss(logits, valued.slow)
-        return (valued.weight * loss).mean()
+        targets = torch.stack([valued.target, valued.slow], -1)
+        loss, near_slow = self.two_hot.losses(logits, targets).unbind(-1)
+        return (valued.weight * (loss + s.slow_critic_scale * near_slow)).mean()
 
     def controller_training_step(self, carry: Imagined) -> StepOutput:
         """Learn to act, and what states are worth, from what was imagined and replayed.

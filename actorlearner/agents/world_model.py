@@ -295,6 +295,33 @@ class ObservationDecoder(nn.Module):
             for key, decoded in self(state).items()
         }
 
+    def compared(
+        self, state: State, observation: Mapping[str, Tensor]
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """What is decoded beside what was, for people.
+
+        Args:
+            state: ``N`` of them.
+            observation: each ``[N, *stacked_shape]``.
+
+        Returns:
+            Of each key both in the same numbers: pixels ``[N, C, H, W]`` within ``[0, 1]``, of a
+            stack those of the newest frame, or ``[N, size]``: symlogs or probabilities.
+        """
+        shown: dict[str, tuple[Tensor, Tensor]] = {}
+        for key, decoded in self(state).items():
+            spec, numbers = self._specs[key], in_full(decoded)
+            if sees_images(spec):
+                newest = slice(-(image_shape(spec)[0] // spec.stack), None)
+                truth = _pixels(spec, observation[key])[:, newest]
+                shown[key] = numbers.sigmoid()[:, newest], truth
+            else:
+                if spec.categories:
+                    parts = numbers.split(spec.stack * spec.categories, 1)
+                    numbers = torch.cat([part.softmax(1) for part in parts], 1)
+                shown[key] = numbers, _vector(spec, observation[key])
+        return shown
+
     @staticmethod
     def _loss(spec: ArraySpec, decoded: Tensor, observation: Tensor) -> Tensor:
         if sees_images(spec):
@@ -481,7 +508,7 @@ class WorldModel(nn.Module):
         for tokens_BE, action_BA, keep_B1 in zip(
             tokens_LBE, action_LBA * keep_LB1, keep_LB1, strict=True
         ):
-            state = State(state.deterministic * keep_B1, state.stochastic * keep_B1.unsqueeze(-1))
+            state = _forget(state, keep_B1)
             state, posterior = model.observe(state, action_BA, tokens_BE, noise)
             states.append(state)
             posteriors.append(posterior)
@@ -510,11 +537,50 @@ class WorldModel(nn.Module):
         features, actions = [state.features], []
         for _ in range(horizon):
             actions.append(act(features[-1]))
-            deterministic = self.representation.core(state, actions[-1])
-            prior = self.representation.latents(self.prior(deterministic))
-            state = State(deterministic, prior.sample(noise).to(deterministic.dtype))
+            state = self._go_on(state, actions[-1], noise)
             features.append(state.features)
         return torch.stack(features), torch.stack(actions)
+
+    def predict_open_loop(
+        self,
+        state: State,
+        action_LBA: Tensor,
+        observation: Mapping[str, Tensor],
+        first_LB: Tensor,
+        context: int,
+        noise: Noise,
+    ) -> State:
+        """Follow sequences, but see only the first rows of them; the rest is told by actions.
+
+        Args:
+            state: as in `unroll`.
+            action_LBA: as in `unroll`.
+            observation: as in `unroll`.
+            first_LB: as in `unroll`; that an episode begins is told, with what is not.
+            context: rows whose observations are seen, at least 1.
+            noise: to sample latents by.
+
+        Returns:
+            States, each ``[L, B, ...]``.
+        """
+        seen = {key: array[:context] for key, array in observation.items()}
+        known, _ = self.unroll(state, action_LBA[:context], seen, first_LB[:context], noise)
+        states = [State(*(part[row] for part in known)) for row in range(context)]
+        for action_BA, first_B in zip(action_LBA[context:], first_LB[context:], strict=True):
+            keep_B1 = (~first_B).to(action_BA.dtype).unsqueeze(-1)
+            states.append(self._go_on(_forget(states[-1], keep_B1), action_BA * keep_B1, noise))
+        return State(*(torch.stack(part) for part in zip(*states, strict=True)))
+
+    def _go_on(self, state: State, action: Tensor, noise: Noise) -> State:
+        """The next state ``[N, ...]``, drawn from the prior."""
+        deterministic = self.representation.core(state, action)
+        prior = self.representation.latents(self.prior(deterministic))
+        return State(deterministic, prior.sample(noise).to(deterministic.dtype))
+
+
+def _forget(state: State, keep_B1: Tensor) -> State:
+    """``state`` with zeros where ``keep_B1`` is 0."""
+    return State(state.deterministic * keep_B1, state.stochastic * keep_B1.unsqueeze(-1))
 
 
 def divergences(posterior: Categorical, prior: Categorical, free_nats: float) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -42,7 +41,7 @@ from actorlearner.inference import load_policy
 from actorlearner.optim import LaProp
 from actorlearner.replay import ReplayBuffer
 from actorlearner.trainer import Trainer
-from tests.test_trainer import differences, everything, trainer_of
+from tests.test_trainer import Recorder, differences, everything, trainer_of
 from tests.tiny import Guess
 
 TINY: dict[str, Any] = {
@@ -560,32 +559,6 @@ def test_a_fresh_one_expects_nothing() -> None:
     torch.testing.assert_close(probs, torch.full_like(probs, 0.5), atol=0.02, rtol=0)
 
 
-def test_learns_one_batch_by_heart() -> None:
-    agent = make(units=16, imagination_length=1)
-    optimizers, batch = agent.configure_optimizers(), batch_for(agent)
-    losses = [update(agent, optimizers, batch, i + 1)[0] for i in range(40)]
-    assert np.mean(losses[-5:]) < 0.7 * losses[0]
-
-
-def test_learning_repeats_itself_and_goes_on_from_a_state() -> None:
-    """I10: bit for bit, both optimisers included."""
-    agents = [make(), make(), make(seed=1)]
-    optimizers = [agent.configure_optimizers() for agent in agents]
-    batches = [batch_for(agents[0], seed=i) for i in range(4)]
-    for i in (0, 1):
-        torch.manual_seed(5)
-        for u, batch in enumerate(batches[:2], 1):
-            update(agents[i], optimizers[i], batch, u)
-    agents[2].load_state_dict(agents[0].state_dict())
-    for name, optimizer in optimizers[2].items():
-        optimizer.load_state_dict(copy.deepcopy(optimizers[0][name].state_dict()))
-    losses = []
-    for agent, its in zip(agents, optimizers, strict=True):
-        torch.manual_seed(6)
-        losses.append([update(agent, its, batch, u) for u, batch in enumerate(batches[2:], 3)])
-    assert losses[0] == losses[1] == losses[2]
-
-
 def test_bfloat16_is_near_float32() -> None:
     batch = batch_for(make())
     losses = []
@@ -756,6 +729,72 @@ def test_the_snapshot_holds_what_acting_needs() -> None:
     assert all(torch.equal(kept[name], p) for name, p in policy._parameters.items())  # a copy
     policy.load(agent.snapshot(8))
     assert all(torch.equal(kept[name] + 1, p) for name, p in policy._parameters.items())
+
+
+# -------------------------------------------------------------------------------- open loop
+
+
+def test_the_report_is_the_loss_of_what_was_not_seen() -> None:
+    """Rows of context do not count; latents, actions and resets are those of learning."""
+    agent = make(PARTS, MIXED)
+    batch = batch_for(agent, PARTS)
+    batch.observation["vector"][1:4] = 0  # the context is easier than the rest
+    report = agent.report(batch)
+    arrived, world = Arrivals.of(batch, agent._actions), agent.world
+    seen = {key: array[1:] for key, array in batch.observation.items()}
+    start = unpacked({k: v[0] for k, v in batch.extras.items()}, 4, torch.float32)
+    noise = TorchNoise(torch.device("cpu"), torch.Generator().manual_seed(0))
+    states = world.predict_open_loop(start, arrived.action, seen, arrived.first, 3, noise)
+    total = 0.0
+    for t in range(3, 6):
+        row = State(*(part[t] for part in states))
+        losses = world.decoder.losses(row, {key: array[t] for key, array in seen.items()})
+        total += sum(loss.sum().item() for loss in losses.values())
+    assert report.metrics == {"world/open_loop_error": pytest.approx(total / 9, rel=1e-5)}
+    assert {name: film.shape for name, film in report.films.items()} == {
+        "world/open_loop_vector": (1, 3 * (1 + 3 * 2), 3 * 7, 3),
+        "world/open_loop_kind": (1, 3 * (1 + 4), 3 * 7, 3),
+        "world/open_loop_planes": (6, 3 * 11, 3 * 11, 3),
+        "world/open_loop_pixels": (6, 3 * 17, 3 * 17, 3),
+    }
+    pixels = batch.observation["pixels"][1:, 1]
+    film = report.films["world/open_loop_pixels"]
+    assert np.array_equal(film[:, 1:17, 17:33], pixels.numpy())
+    few = make(PARTS, MIXED, open_loop_films=1)
+    assert few.report(batch).films["world/open_loop_pixels"].shape == (6, 51, 17, 3)
+    none = make(PARTS, MIXED, open_loop_films=0).report(batch)
+    assert none.metrics == report.metrics
+    assert not none.films
+
+
+def test_to_report_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run in lockstep, bit for bit: generators and queue included."""
+
+    def fit(run_dir: Path | None = None, **changes: Any) -> tuple[dict[str, Any], Recorder]:
+        store = ReplayBuffer(capacity=256, warmup_env_steps=16, prioritized=False)
+        trainer = trainer_of(
+            **{"total_steps": 64, **changes}, envs_per_worker=2, unroll_length=4,
+            samples_per_insert=3.0, evaluate_every_env_steps=20, run_dir=run_dir,
+            sinks=[recorder := Recorder()],
+        )  # fmt: skip
+        trainer.fit(Guess, store, agent := Dreamer(**TINY))
+        return everything(trainer, agent), recorder
+
+    asked, recorder = fit(tmp_path)
+    _, overlapping = fit(lockstep=False)
+    assert len(overlapping.steps("world/open_loop_error")) > 1
+    _, empty = fit(total_steps=0)
+    assert not empty.steps("world/open_loop_error")
+    monkeypatch.delattr(Dreamer, "report")
+    unasked, silent = fit()
+    assert asked["progress"]["updates"] > 5
+    assert differences(asked, unasked) == []
+    assert not silent.steps("world/open_loop_error")
+    steps = recorder.steps("world/open_loop_error")
+    assert steps == recorder.steps("evaluation/return_mean")
+    assert len(steps) == 4
+    films = sorted(path.name for path in (tmp_path / "videos").iterdir())
+    assert films == [f"step_{step:012d}_open_loop_observation.gif" for step in steps]
 
 
 # -------------------------------------------------------------------------------- in the Trainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -30,6 +30,7 @@ from tests.scripted import (
     scripted_stack,
     stacked_spec,
 )
+from tests.test_trainer import differences
 from tests.unit.test_replay import OPERATIONS, World, add_unrolls, make_buffer
 
 FLAGS = ("valid", "first", "terminated", "truncated")
@@ -264,6 +265,23 @@ def test_latents_and_bookkeeping_are_in_the_memory_estimate():
     per_row = sum(array.dtype.itemsize * math.prod(array.shape[1:]) for array in arrays)
     assert per_row == BlockRing.bytes_per_row(stacked, latents, has_sequences=True)
     assert per_row > 1024 + 32
+
+
+@pytest.mark.parametrize("more", [{"length": 4}, {"prioritized": True}])
+def test_to_peek_changes_nothing(more):
+    """It is the batch that comes next: new windows, random draws, importance weights."""
+    buffer = make_buffer(2, 4, **more)
+    worker = ScriptedWorker([0, 1], 4)
+    for _ in range(2):
+        add_unrolls(buffer, worker, 5)
+        buffer.sample()
+    add_unrolls(buffer, worker, 5)
+    before = buffer.state_dict() | {"metrics": buffer.metrics()}
+    peeked = buffer.peek()
+    assert differences(before, buffer.state_dict() | {"metrics": buffer.metrics()}) == []
+    sampled = buffer.sample()
+    assert differences(asdict(peeked), asdict(sampled)) == []
+    assert not np.array_equal(sampled.keys, buffer.sample().keys)
 
 
 def test_the_queue_is_bounded_by_what_is_stored():

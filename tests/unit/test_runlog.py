@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from actorlearner import runlog
-from actorlearner.contracts import Episode, EvaluationResult, Unroll
+from actorlearner.contracts import Episode, EvaluationResult, Report, Unroll
 from actorlearner.metrics import JsonLinesSink
-from actorlearner.runlog import RunLog, process_started_at
+from actorlearner.runlog import RunLog, parameters_in_words, process_started_at
 from tests.scripted import ScriptedWorker
 
 
@@ -156,6 +159,43 @@ class TestEvaluationLines:
         assert [(step, line) for step, line in recorder.lines] == [(300, metrics)]
 
 
+class TestReports:
+    def test_a_line_and_films_once(self, tmp_path: Path) -> None:
+        log, recorder = open_log(tmp_path)
+        pictures = np.zeros((3, 4, 5, 3), np.uint8) + np.uint8([0, 9, 99]).reshape(3, 1, 1, 1)
+        report = Report({"world/error": 2.0}, {"world/open_loop_a/b": pictures})
+        for env_steps in (300, 300, 200):
+            log.write_report(env_steps, 7, report)
+        log.close()
+        assert recorder.lines == [(300, {"world/error": 2.0})]
+        (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(line)["updates"] == 7
+        (film,) = (tmp_path / "videos").iterdir()
+        assert film.name == "step_000000000300_open_loop_a_b.gif"
+        with Image.open(film) as image:
+            assert image.n_frames == 3
+        board = EventAccumulator(str(tmp_path)).Reload()
+        (shown,) = board.Images("world/open_loop_a/b")
+        assert (shown.step, shown.encoded_image_string) == (300, film.read_bytes())
+
+    def test_no_film_is_made_for_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        log, recorder = open_log()
+        monkeypatch.setattr(runlog, "Film", None)
+        log.write_report(0, 0, Report({"world/error": 2.0}, {"world/a": np.zeros((1, 1, 1, 3))}))
+        assert recorder.lines == [(0, {"world/error": 2.0})]
+
+
+def test_parameters_in_words() -> None:
+    """Those that are learned, by the parts that have some."""
+    model = torch.nn.Module()
+    model.online, model.target = torch.nn.Linear(999, 2), torch.nn.Linear(999, 2)
+    model.head, model.nothing = torch.nn.Linear(2, 3, bias=False), torch.nn.ReLU()
+    model.target.requires_grad_(False)
+    assert parameters_in_words(model) == "2,006 parameters: online 2,000, head 6"
+    assert parameters_in_words(torch.nn.ReLU()) == "0 parameters"
+    assert parameters_in_words("somebody's own") == ""
+
+
 class TestFiles:
     def test_texts_lines_and_log(self, tmp_path: Path) -> None:
         run_dir = tmp_path / "a" / "b"
@@ -225,6 +265,7 @@ class TestState:
         log.lives.add(2.0, 3)
         log.write_training(100, 10, {})
         log.write_evaluation(EvaluationResult((1.0,), (5,), 0, version=9, env_steps=100))
+        log.write_report(100, 10, Report({"world/error": 2.0}, {}))
         state = log.state_dict()
         log.write_training(200, 20, {})
         log.close()
@@ -237,10 +278,11 @@ class TestState:
         assert resumed.wall_s > 1_000
         resumed.write_training(100, 10, {})  # has its line
         resumed.write_evaluation(EvaluationResult((1.0,), (5,), 0, version=9, env_steps=100))
+        resumed.write_report(100, 10, Report({"world/error": 2.0}, {}))
         resumed.write_training(150, 15, {})
         resumed.close()
         lines = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-        assert [line["env_steps"] for line in lines] == [100, 100, 150]
+        assert [line["env_steps"] for line in lines] == [100, 100, 100, 150]
         assert sum("evaluation/return_mean" in line for line in lines) == 1
         # Speeds count from the checkpoint, not from 0.
         assert lines[-1]["speed/updates_per_s"] == pytest.approx(

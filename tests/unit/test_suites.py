@@ -324,7 +324,7 @@ def test_evaluation_of_who_never_fires_ends():
 def test_missing_packages(settings, missing, extra, monkeypatch):
     """One line says which, and how it is installed."""
     monkeypatch.setitem(sys.modules, missing, None)
-    words = rf'^env={extra}: needs {missing} .*: pip install "actorlearner\[{extra}\]"$'
+    words = rf'^env={extra}: {missing} can.t be imported .*; pip install "actorlearner\[{extra}\]"$'
     with pytest.raises(BadInput, match=words):
         settings.factory()
 

@@ -155,7 +155,15 @@ class TestUnroll:
             state, _ = model.representation.observe(state, action[t], tokens, drawn)
             torch.testing.assert_close(state.features, whole.features[t])
         assert posterior.probs.shape == (4, 2, 4, 4)
-        assert posterior.probs.min() >= 0.01 / 4  # A.5 item 4
+
+    def test_no_class_is_without_probability(self) -> None:
+        """A.5 item 4: of posterior and prior, whose divergence is taken."""
+        model, (action, observation, first) = self.model(), self.sequence(4)
+        for head in (model.representation.posterior, model.prior):
+            torch.nn.init.normal_(head[-1].weight, std=300)
+        followed, posterior = model.unroll(states(2), action, observation, first, noise())
+        for latents in (posterior, model.predict(followed)):
+            assert latents.probs.min().item() == pytest.approx(0.01 / 4, rel=1e-3)
 
     def test_the_observation_is_part_of_the_state(self) -> None:
         """A.5 item 10: the posterior, not the prior."""
@@ -179,6 +187,61 @@ class TestUnroll:
             prior = model.predict(State(deterministic, state.stochastic))
             state = State(deterministic, prior.sample(drawn))
             torch.testing.assert_close(features[t + 1], state.features)
+
+
+class TestOpenLoop:
+    """The model sees the first three rows of six; an episode begins in row 4 of column 1."""
+
+    def model(self) -> WorldModel:
+        """One whose observations decide what is drawn."""
+        model = TestUnroll().model()
+        with torch.no_grad():
+            for parameter in model.representation.parameters():
+                parameter.mul_(3)
+        return model
+
+    def predicted(self, *, observed: int | None = None, acted: int | None = None) -> State:
+        """Another observation or action in a row changes what?"""
+        model, (action, observation, first) = self.model(), TestUnroll().sequence(6)
+        first[4, 1] = True
+        if observed is not None:
+            observation["observation"][observed] *= -1
+        if acted is not None:
+            action[acted] += 1
+        return model.predict_open_loop(states(2), action, observation, first, 3, noise())
+
+    def test_equals_the_slow_twin(self) -> None:
+        """Posterior, then prior, row by row: the same draws, in the same order."""
+        model, (action, observation, first) = self.model(), TestUnroll().sequence(6)
+        first[4, 1] = True
+        found, drawn = self.predicted(), noise()
+        state = states(2)
+        for t in range(6):
+            before = [(h.clone(), z.clone()) for h, z in zip(*state, strict=True)]
+            taken = action[t].clone()
+            if t == 4:
+                before[1] = (torch.zeros(16), torch.zeros(4, 4))
+                taken[1] = 0
+            state = State(*(torch.stack(part) for part in zip(*before, strict=True)))
+            deterministic = model.representation.core(state, taken)
+            logits = model.prior(deterministic)
+            if t < 3:
+                tokens = model.representation.encoder({k: v[t] for k, v in observation.items()})
+                logits = model.representation.posterior(torch.cat([deterministic, tokens], 1))
+            latents = Categorical(logits.reshape(2, 4, 4), 0.01)
+            state = State(deterministic, latents.sample(drawn))
+            torch.testing.assert_close(found.deterministic[t], state.deterministic)
+            torch.testing.assert_close(found.stochastic[t], state.stochastic, atol=1e-6, rtol=0)
+
+    @pytest.mark.parametrize(
+        ("change", "same_rows"),
+        [({"observed": 3}, 6), ({"observed": 5}, 6), ({"observed": 2}, 2), ({"acted": 3}, 3)],
+        ids=str,
+    )
+    def test_only_context_and_actions_tell(self, change: dict[str, int], same_rows: int) -> None:
+        found, other = self.predicted().features, self.predicted(**change).features
+        assert torch.equal(found[:same_rows], other[:same_rows])
+        assert not torch.equal(found[same_rows:], other[same_rows:]) or same_rows == 6
 
 
 class Modes:
@@ -323,6 +386,27 @@ class TestObservations:
             p = sigmoid(decoded["planes"][i])
             error = -np.where(planes, np.log(p), np.log(1 - p))
             assert found["planes"][i] == pytest.approx(error.sum(), rel=1e-5)
+
+    def test_what_people_compare_by_hand(self) -> None:
+        """Symlogs, probabilities, pixels; of a stack the newest frame."""
+        decoder = ObservationDecoder(MIXED, SIZE)
+        state, observation = states(2), observation_of(MIXED, 2)
+        decoded = {k: v.detach().double().numpy() for k, v in decoder(state).items()}
+        found = decoder.compared(state, observation)
+        vector, softmax = observation["vector"].numpy(), np.exp(decoded["kind"])
+        for part in (slice(0, 4), slice(4, 7)):
+            softmax[:, part] /= softmax[:, part].sum(1, keepdims=True)
+        kinds = np.eye(4)[observation["kind"][:, 0]], np.eye(3)[observation["kind"][:, 1]]
+        planes = observation["planes"].numpy().transpose(0, 3, 1, 2)
+        expected = {
+            "vector": (decoded["vector"], np.sign(vector) * np.log1p(abs(vector))),
+            "kind": (softmax, np.concatenate(kinds, 1)),
+            "planes": (sigmoid(decoded["planes"]), planes),
+            "stacked": (sigmoid(decoded["stacked"])[:, 1:], observation["stacked"][:, 1:] / 255),
+        }
+        for key, pair in expected.items():
+            for one, other in zip(found[key], pair, strict=True):
+                np.testing.assert_allclose(one.detach().numpy(), other, rtol=1e-4, atol=1e-6)
 
     def test_pixels_are_scaled_and_centred(self) -> None:
         """A.5 item 14, on the one path that learning and acting share."""
