@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -32,9 +31,7 @@ from actorlearner.assembly import (
     resolve_device,
     worker_specs,
 )
-from actorlearner.background import Background
 from actorlearner.callbacks import Callback
-from actorlearner.checkpoint import Pace
 from actorlearner.config import Settings, setting, unknown_key
 from actorlearner.contracts import (
     Agent,
@@ -67,6 +64,7 @@ from actorlearner.progress import Progress
 from actorlearner.randomness import seed_everything
 from actorlearner.runlog import RunLog, parameters_in_words
 from actorlearner.runstate import RunState, read_weights, settings_of
+from actorlearner.saving import Saver, Write
 from actorlearner.schedules import SamplesPerInsert
 from actorlearner.streams import StreamLedger
 
@@ -272,14 +270,7 @@ class Trainer:
         self._control = Control(None)
         self._interrupts = Interrupts()
         self._in_update = False
-        self._saved_at = (0, 0)
-        self._writer: Background[Path | None] = Background("al-checkpoint")
-        self._writing_at: tuple[int, int] | None = None  # None of weights that were evaluated best
-        self._maybe_best: list[Callable[[Pace | None], Path | None]] = []
-        self._checkpoint_is_due = False
-        self._unwritten: set[str] = set()
-        self._gave_up = False
-        self._evaluated: tuple[int, Callable[[float, Pace | None], Path | None]] | None = None
+        self._saver = Saver(self._interrupts, None, self._tell_save)
         self._published_at = 0
         self._published_scalars: dict[str, float] = {}
         self._running_launcher: Launcher | None = None
@@ -303,17 +294,17 @@ class Trainer:
     @property
     def save_failed(self) -> bool:
         """Whether the newest checkpoint, or the best weights, could not be written."""
-        return bool(self._unwritten)
+        return self._saver.failed
 
     @property
     def is_saving(self) -> bool:
         """Whether something is being written, or was and nobody has looked since."""
-        return self._writer.is_busy
+        return self._saver.is_busy
 
     @property
     def is_saved(self) -> bool:
         """Whether nothing would be lost by ending now."""
-        return self._saved_at == (self.env_steps, self.updates)
+        return self._saver.saved_at == (self.env_steps, self.updates)
 
     @classmethod
     def from_config(cls, config: DictConfig, **arguments: Any) -> Trainer:
@@ -519,13 +510,12 @@ class Trainer:
                 self._request_evaluation(launcher, model, before)
         if (result := launcher.poll_evaluation()) is not None:
             self._take_evaluation(result)
-        if self._writer.is_done:
-            self._take_written()
-        self._write_best()
-        self._checkpoint_is_due |= self._progress.checkpoint_clock.due(self.env_steps)
-        if self._checkpoint_is_due and not is_last:
-            if self._writer.is_busy and not self.settings.lockstep:
-                self._writer.hurry()  # this one comes as soon as that is written
+        saver = self._saver
+        saver.look()
+        saver.is_due |= self._progress.checkpoint_clock.due(self.env_steps)
+        if saver.is_due and not is_last:
+            if saver.is_busy and not self.settings.lockstep:
+                saver.hurry()  # this one comes as soon as that is written
             else:
                 self._save(model)
 
@@ -569,7 +559,7 @@ class Trainer:
     def _take_evaluation(self, result: EvaluationResult) -> dict[str, float]:
         self._progress.before_evaluation = None
         metrics = self._log.write_evaluation(result)
-        self._save_if_best(result, metrics["evaluation/return_mean"])
+        self._saver.judge(result.version, metrics["evaluation/return_mean"])
         for callback in self._callbacks:
             callback.after_evaluation(self, metrics)
         return metrics
@@ -669,13 +659,9 @@ class Trainer:
             BadInput: there is no run directory.
             LauncherClosed: `fit` has not run.
         """
-        write = self._captured(model)
-        self._finish_save()
-        directory = write(None)
-        self._tell_save(directory)
-        return directory
+        return self._saver.save_now(lambda: self._captured(model))
 
-    def _captured(self, model: Agent) -> Callable[[Pace | None], Path]:
+    def _captured(self, model: Agent) -> Write:
         """What writes a checkpoint of this moment."""
         if self.settings.run_dir is None:
             raise BadInput("run_dir=None: a checkpoint needs a run directory")
@@ -705,7 +691,7 @@ class Trainer:
             raise LauncherClosed("there is nothing to load into before fit()")
         self._finish_save()
         self._run_state(model, self._replay_buffer).load(self.checkpoint)
-        self._saved_at = self.env_steps, self.updates
+        self._saver.saved_at = self.env_steps, self.updates
         self._tell_progress(model)
 
     def _run_state(self, model: Agent, replay_buffer: Store) -> RunState:
@@ -754,7 +740,7 @@ class Trainer:
             try:
                 yield launcher
             except (Exception, KeyboardInterrupt, SystemExit):
-                if not (self._interrupts.insists or self._gave_up):
+                if not (self._interrupts.insists or self._saver.gave_up):
                     self._save_at_last(model)
                 raise
             finally:
@@ -781,9 +767,8 @@ class Trainer:
         self._replay_buffer = replay_buffer
         self._progress = self._new_progress(sample_spec.num_rows, warmup)
         self._log = RunLog(s.run_dir, self._tensorboard, self._sinks)
-        self._saved_at, self._in_update, self._gave_up = (0, 0), False, False
-        self._unwritten, self._evaluated, self._maybe_best = set(), None, []
-        self._checkpoint_is_due = False
+        self._in_update = False
+        self._saver = Saver(self._interrupts, s.preempt_deadline_s, self._tell_save)
         self.set_attributes_to_model(model)
         model.to(self.device, self.dtype)
         self._optimizers = model.configure_optimizers()
@@ -882,66 +867,17 @@ class Trainer:
         )
 
     def _save(self, model: Agent) -> None:
-        """Begin to save if there is a run directory; a full disk ends no run, but it is told.
-
-        What is still being written is waited for: only one at a time takes memory.
-        """
+        """Begin to save if there is a run directory."""
         if self.settings.run_dir is None:
             return
-        self._finish_save()
-        self._checkpoint_is_due = False
-        self._writing_at = self.env_steps, self.updates
         with self._log.split("checkpoint"):
-            try:
-                self._writer.start(partial(self._captured(model), self._writer.pace))
-            except OSError as error:
-                self._tell_unwritten(error)
+            self._saver.save(lambda: self._captured(model), (self.env_steps, self.updates))
         if self.settings.lockstep:  # what callbacks do then mustn't depend on how long it took
             self._finish_save()
 
     def _finish_save(self) -> None:
-        """Wait for what is being written, and what waits to be, and see what came of it.
-
-        Raises:
-            KeyboardInterrupt, SystemExit: a signal came, and the time to save is over.
-        """
-        deadline_s = self.settings.preempt_deadline_s
         with self._log.split("checkpoint"):
-            self._write_best()
-            while self._writer.is_busy:
-                if self._writer.wait(_WAIT_S):
-                    self._take_written()
-                    self._write_best()
-                elif deadline_s is not None and self._interrupts.seconds_since > deadline_s:
-                    logger.error(
-                        "trainer.preempt_deadline_s=%g: the checkpoint was not written by then",
-                        deadline_s,
-                    )
-                    self._gave_up = True
-                    self._interrupts.raise_if_any()
-
-    def _take_written(self) -> None:
-        try:
-            path = self._writer.take()
-        except OSError as error:
-            self._tell_unwritten(error)
-        else:
-            self._note_written(path)
-
-    def _tell_unwritten(self, error: OSError) -> None:
-        logger.error("no checkpoint was written, training goes on: %s", error)
-        self._unwritten.add("best" if self._writing_at is None else "newest")
-
-    def _note_written(self, path: Path | None) -> None:
-        if self._writing_at is None:
-            self._unwritten.discard("best")
-        else:
-            self._unwritten.discard("newest")
-            self._saved_at = self._writing_at
-        if path is not None:
-            logger.debug("saved %s", path)
-        if path is not None and self._writing_at is not None:
-            self._tell_save(path)
+            self._saver.finish()
 
     def _save_at_last(self, model: Agent) -> None:
         """Save what would be lost, when something has been raised; in an update nothing is lost.
@@ -960,23 +896,12 @@ class Trainer:
             logger.exception("saving failed, too")
 
     def _keep_evaluated(self, model: Agent) -> None:
-        """Hold on to the weights whose evaluation begins, until its result tells their worth."""
+        """Hold on to the weights whose evaluation begins: they may turn out to be the best."""
         s = self.settings
         if s.run_dir is not None and s.keep_best and self._replay_buffer is not None:
             state = self._run_state(model, self._replay_buffer)
             write = state.capture_weights(s.run_dir, self._config_texts(), s.keep_best, s.lockstep)
-            self._evaluated = self.updates, write
-
-    def _save_if_best(self, result: EvaluationResult, score: float) -> None:
-        evaluated, self._evaluated = self._evaluated, None
-        if evaluated is not None and evaluated[0] == result.version:
-            self._maybe_best.append(partial(evaluated[1], score))
-
-    def _write_best(self) -> None:
-        """Begin to write weights that may be the best, unless something is being written."""
-        if self._maybe_best and not self._writer.is_busy:
-            self._writing_at = None
-            self._writer.start(partial(self._maybe_best.pop(0), self._writer.pace))
+            self._saver.hold(self.updates, write)
 
     def _resume_point(self) -> tuple[int, int] | None:
         return None if self.checkpoint is None else (self.env_steps, self.updates)

@@ -76,6 +76,7 @@ FLOORS = {
     "agents.dreamer": 3,
     "assembly": 4,
     "runstate": 4,
+    "saving": 4,
     "trainer": 4,
     "inference": 5,
     "run": 5,
@@ -114,6 +115,7 @@ SAME_FLOOR = {
     ("agents.dreamer", "agents.world_model"),  # cut out of it
     ("agents.dreamer", "agents.open_loop"),  # likewise
     ("trainer", "runstate"),  # likewise
+    ("trainer", "saving"),  # likewise
 }
 """Who imports whom on one floor, and why; each must be needed."""
 

@@ -627,7 +627,7 @@ BAD_SETTINGS = {
     "trainer.keep=1": "did you mean trainer.keep_last?",
     "agent=foo": "agent=foo: there is no such choice; there are: dqn",
     "replay=none": "replay=none: there is no such choice; there are: prioritized, uniform",
-    "experiment=foo": "experiment=foo: there is no such choice; there are: breakout_dqn, ",
+    "experiment=foo": "experiment=foo: there is no such choice; there are: atari100k_dreamer, ",
     "agent=null": "agent=None: the name of a choice is needed",
     "trainer=5": "trainer=5: the name of a choice is needed",
     "tracking.project=x": "tracking.project: has no meaning without a choice of tracking, which",

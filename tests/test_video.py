@@ -137,7 +137,7 @@ def test_a_checkpoint_from_before_films_can_be_filmed(
     for name in ("video", "video_episodes", "video_frames"):
         del config.evaluation[name]
     OmegaConf.save(config, tmp_path / "config_unresolved.yaml")
-    monkeypatch.setattr(checkpoint, "find", lambda path: tmp_path)
+    monkeypatch.setattr(checkpoint, "find", lambda path, states=None: tmp_path)
     asked = ["ckpt=old", "eval_only=true", "run_dir=new"]
     assert compose([*asked, "evaluation.video=true"]).evaluation.video is True
     with pytest.raises(BadInput, match=r"evaluation.vide: .* did you mean evaluation.video\?"):

@@ -28,6 +28,7 @@ from actorlearner.frames import FrameStack
 from actorlearner.replay import ReplayBuffer
 from actorlearner.streams import StreamLedger, assign_streams, stream_seed
 from actorlearner.worker import EnvWorker, probe
+from tests.saved import saved
 
 # -------------------------------------------------------------------------------- the stack alone
 
@@ -236,7 +237,7 @@ class Studio:
         """Let one thing happen."""
         verb, _, argument = operation.partition(" ")
         if verb == "reload":
-            state = copy.deepcopy(self.buffer.state_dict())
+            state = saved(self.buffer)
             if argument == "same":
                 self.buffer = self._new_buffer()
             else:

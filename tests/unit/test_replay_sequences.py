@@ -22,6 +22,7 @@ from actorlearner.contracts import (
 )
 from actorlearner.replay import ReplayBuffer
 from actorlearner.ring import BlockRing
+from tests.saved import saved
 from tests.scripted import (
     ENV_SPEC,
     ScriptedWorker,
@@ -276,9 +277,9 @@ def test_to_peek_changes_nothing(more):
         add_unrolls(buffer, worker, 5)
         buffer.sample()
     add_unrolls(buffer, worker, 5)
-    before = buffer.state_dict() | {"metrics": buffer.metrics()}
+    before = saved(buffer) | {"metrics": buffer.metrics()}
     peeked = buffer.peek()
-    assert differences(before, buffer.state_dict() | {"metrics": buffer.metrics()}) == []
+    assert differences(before, saved(buffer) | {"metrics": buffer.metrics()}) == []
     sampled = buffer.sample()
     assert differences(asdict(peeked), asdict(sampled)) == []
     assert not np.array_equal(sampled.keys, buffer.sample().keys)
