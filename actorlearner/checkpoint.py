@@ -213,7 +213,7 @@ def save_best(
     told = {**(info or {}), "score": score}
     _write_directory(final, _BEST, env_steps, states, told, texts or {}, best.name, pace)
     for _, directory in _best_in(folder)[keep_best:]:
-        shutil.rmtree(directory)
+        _discard(directory)
     return final
 
 
@@ -374,7 +374,15 @@ def _rotate(folder: Path, env_steps: int, keep_last: int) -> None:
             shutil.rmtree(aside, ignore_errors=True)
             directory.rename(aside)
     for directory in _steps_in(folder)[keep_last:]:
+        _discard(directory)
+
+
+def _discard(directory: Path) -> None:
+    """Delete an old checkpoint; that it can't be is no failure of the new one."""
+    try:
         shutil.rmtree(directory)
+    except OSError as error:
+        _log.warning("an old checkpoint can't be deleted: %s", error)
 
 
 def _now() -> str:

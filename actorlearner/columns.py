@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import gymnasium
@@ -50,6 +50,10 @@ class ColumnSteps(NamedTuple):
     lost_life: NDArray[np.bool_]
 
 
+def _no_beat() -> None:
+    """Nobody listens."""
+
+
 class Envs(Protocol):
     """The environments of one worker.
 
@@ -57,8 +61,10 @@ class Envs(Protocol):
     Observations go to ``into``, arrays ``[B, ...]``; those of columns that rest stay as they are.
     """
 
-    def begin(self, seeds: NDArray[np.int64], into: Observation) -> None:
-        """Start the first episodes, from ``seeds`` (int64 ``[B]``)."""
+    def begin(
+        self, seeds: NDArray[np.int64], into: Observation, beat: Callable[[], None] = _no_beat
+    ) -> None:
+        """Start the first episodes, from ``seeds`` (int64 ``[B]``); ``beat`` after each reset."""
         ...
 
     def step(self, action: Array, resting: NDArray[np.bool_], into: Observation) -> ColumnSteps:
@@ -90,10 +96,13 @@ class SeparateEnvs:
         self.adapters = list(adapters)
         self._infos: Sequence[Mapping[str, Any]] = ()
 
-    def begin(self, seeds: NDArray[np.int64], into: Observation) -> None:
+    def begin(
+        self, seeds: NDArray[np.int64], into: Observation, beat: Callable[[], None] = _no_beat
+    ) -> None:
         """See `Envs`."""
         for column, seed in enumerate(seeds.tolist()):
             self.restart(column, seed, into)
+            beat()
 
     def step(self, action: Array, resting: NDArray[np.bool_], into: Observation) -> ColumnSteps:
         """See `Envs`."""
@@ -206,9 +215,12 @@ class VectorEnvs:
         self._never_B = np.zeros(env.num_envs, np.bool_)
         self._info: Mapping[str, Any] = {}
 
-    def begin(self, seeds: NDArray[np.int64], into: Observation) -> None:
+    def begin(
+        self, seeds: NDArray[np.int64], into: Observation, beat: Callable[[], None] = _no_beat
+    ) -> None:
         """See `Envs`."""
         observation, info = self._reset(seeds)
+        beat()
         self._put(observation, into)
         if self._tells_lives:
             self._lives_B = np.array(info["lives"])

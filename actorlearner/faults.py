@@ -12,11 +12,11 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import gymnasium
 import psutil
@@ -27,7 +27,12 @@ from actorlearner.contracts import EnvFactory, SettingError
 from actorlearner.envs import GymEnvFactory, Wrapping
 
 if TYPE_CHECKING:
+    from typing_extensions import ParamSpec
+
     from actorlearner.trainer import Trainer
+
+    P = ParamSpec("P")
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +58,9 @@ class FaultSettings(Settings):
     slow_s: float = setting(1.0, above=0)
     """How much longer such a step takes, in seconds."""
     damage_checkpoint_every: int | None = setting(None, low=1)
-    """Every so many checkpoints one gets a wrong byte, in a file of its own."""
+    """Every so many checkpoints one gets a wrong byte in one of its files."""
     file_limit_bytes: int | None = setting(None, low=1)
-    """Writing more than that into a file fails, as on a full disk (POSIX)."""
+    """Checkpoints with a larger file can't be written, as on a full disk (POSIX)."""
 
     def check(self) -> None:
         """Limits and signals are the system's to offer."""
@@ -148,20 +153,22 @@ class Faults(Callback):
         wrapping = Wrapping("faults", FaultyEnv, dict(arguments))
         return replace(factory, wrappings=(*factory.wrappings, wrapping))
 
-    @contextmanager
-    def limits(self) -> Iterator[None]:
-        """Meanwhile files may only become so large, in this process and those that it starts."""
-        if self.settings.file_limit_bytes is None:
-            yield
-            return
+    def limited(self, write: Callable[P, T]) -> Callable[P, T]:
+        """``write``, in the course of which this process can't make large files."""
+        limit = self.settings.file_limit_bytes
+        if limit is None:
+            return write
         import resource  # not everywhere
 
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self.settings.file_limit_bytes, before[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        def limited(*arguments: P.args, **named: P.kwargs) -> T:
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+            try:
+                return write(*arguments, **named)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+        return limited
 
     def after_update(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
         """Send the signals that are due."""
@@ -173,7 +180,8 @@ class Faults(Callback):
                 if workers:
                     victim = self._random.choice(workers)
                     logger.info("faults: %s to process %d", number.name, victim.pid)
-                    victim.send_signal(number)
+                    with suppress(psutil.Error):  # it ended by itself meanwhile
+                        victim.send_signal(number)
 
     def at_save(self, trainer: Trainer, directory: Path) -> None:
         """Damage the checkpoint, if it is its turn."""
@@ -186,7 +194,10 @@ class Faults(Callback):
             content = bytearray(file.read_bytes())
             place = self._random.randrange(len(content))
             content[place] ^= 0x55
-            file.write_bytes(content)
+            # Under its name only: the file may have others, in older checkpoints and in the replay.
+            damaged = file.with_name("damaged.tmp")
+            damaged.write_bytes(content)
+            damaged.replace(file)
             logger.info("faults: byte %d of %s is wrong now", place, file)
 
 

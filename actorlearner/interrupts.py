@@ -12,6 +12,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAME_S = 0.5  # `timeout`, `uv run` and others signal both the process and its group
 
 
+class Terminated(SystemExit):
+    """SIGTERM came: an end that was asked for, unlike a ``sys.exit`` of somebody's code."""
+
+
 class Interrupts:
     """While it is entered and `defer` was called, the first SIGINT or SIGTERM is only noted.
 
@@ -83,4 +87,4 @@ class Interrupts:
     def _raise(number: signal.Signals) -> None:
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        raise SystemExit(128 + number)
+        raise Terminated(128 + number)

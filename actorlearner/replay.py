@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +36,7 @@ from actorlearner.contracts import (
 from actorlearner.memory import free_disk, free_memory
 from actorlearner.returns import n_step
 from actorlearner.ring import BlockRing
+from actorlearner.rows import clear_pages
 from actorlearner.sum_tree import SumTree
 
 logger = logging.getLogger(__name__)
@@ -202,8 +202,7 @@ class ReplayBuffer:
             in_memory += 9  # a leaf, and its share of the sums above
         in_files, directory = 0, None
         if place is not None:
-            # What a killed process left; what checkpoints need of it they hold by themselves.
-            shutil.rmtree(place.directory, ignore_errors=True)
+            clear_pages(place.directory)
         if self.settings.storage == "disk":
             in_files = sum(spec.zeros().nbytes for spec in env_spec.observation.values())
             in_memory -= in_files
@@ -605,7 +604,7 @@ def _made(place: StorePlace | None) -> Path:
         raise SettingError("replay.storage=disk: needs a run directory: set run_dir=...")
     directory = place.directory
     try:
-        directory.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=True)
         probe, link = directory / "probe", directory / "link"
         probe.touch()
         os.link(probe, link)

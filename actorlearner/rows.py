@@ -296,6 +296,17 @@ class DiskRows:
         weakref.finalize(file, _remove, file.path)
 
 
+def clear_pages(directory: Path) -> None:
+    """Remove the pages in ``directory``, and it itself if nothing else is there.
+
+    A killed process leaves them; what checkpoints need of them they hold by themselves.
+    """
+    for path in directory.glob(f"*_{'[0-9]' * 9}.page"):
+        _remove(path)
+    with suppress(OSError):
+        directory.rmdir()
+
+
 def _remove(path: Path) -> None:
     with suppress(OSError):  # Windows keeps what is mapped; the next run clears it away
         path.unlink()

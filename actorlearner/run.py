@@ -454,9 +454,13 @@ def _train(trainer: Any, factory: Any, replay_buffer: Any, agent: Any) -> int:
     except (KeyboardInterrupt, SystemExit) as error:
         if not trainer.is_saved:
             return 1
+        code = int(error.code or 0) if isinstance(error, SystemExit) else 130
+        if not trainer.env_steps:
+            logger.info("Nothing had been done yet, so there was nothing to save.")
+            return code
         again = [f"resume={run_dir}", *_trust_again([*trusted, _service(trainer.config)])]
         logger.info("Saved. To go on: %s %s", command, shlex.join(again))
-        return int(error.code or 0) if isinstance(error, SystemExit) else 130
+        return code
     again = [f"ckpt={run_dir}", *_trust_again(trusted)]
     logger.info("To evaluate again: %s --eval-only %s", command, shlex.join(again))
     return 3 if trainer.save_failed or trainer.log_failed else 0

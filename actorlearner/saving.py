@@ -158,7 +158,8 @@ class Saver:
         if path is not None:
             logger.debug("saved %s", path)
         if self._writing_at is None:
-            self._unwritten.discard("best")
+            if path is not None:  # else they were none of the best, and those are still missing
+                self._unwritten.discard("best")
         else:
             self._unwritten.discard("newest")
             self.saved_at = self._writing_at

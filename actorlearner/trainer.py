@@ -393,6 +393,10 @@ class Trainer:
                 if self.env_steps >= self.settings.total_steps and not self.settings.lockstep:
                     break
         self._tell_progress(model)
+        self._tell_notes(launcher)
+
+    @staticmethod
+    def _tell_notes(launcher: Launcher) -> None:
         while launcher.notes:
             logger.warning(launcher.notes.pop(0))
 
@@ -590,6 +594,7 @@ class Trainer:
 
     def _await_evaluation(self, launcher: Launcher) -> EvaluationResult:
         while (result := launcher.poll_evaluation(_WAIT_S)) is None:
+            self._tell_notes(launcher)
             # One in the middle of a lockstep run is finished: a resume would not make it up.
             if self._is_over:
                 self._interrupts.raise_if_any()
@@ -668,12 +673,13 @@ class Trainer:
         if self._replay_buffer is None:
             raise LauncherClosed("there is nothing to save before fit()")
         self._feedback.flush()
-        return self._run_state(model, self._replay_buffer).capture(
+        write = self._run_state(model, self._replay_buffer).capture(
             self.settings.run_dir,
             texts=self._config_texts(),
             keep_last=self.settings.keep_last,
             lockstep=self.settings.lockstep,
         )
+        return self._faults.limited(write)
 
     def _tell_save(self, directory: Path) -> None:
         for callback in self._callbacks:
@@ -711,7 +717,6 @@ class Trainer:
             messages = stack.enter_context(Messages(console=s.console != "off"))
             self._interrupts = stack.enter_context(Interrupts())
             stack.enter_context(learner_threads(s))
-            stack.enter_context(self._faults.limits())
             launcher = stack.enter_context(make_launcher(s, self._launcher))
             if s.run_dir is not None:
                 checkpoint.refuse_used(s.run_dir, goes_on_from=self.checkpoint)

@@ -43,6 +43,20 @@ EVALUATION_ENVS = 8
 """Environments that an evaluation steps together."""
 
 
+_PHASES_OF_ENV = frozenset(
+    {
+        "constructing the environment",
+        "reset",
+        "step",
+        "repeating an episode",
+        "reset of an evaluation episode",
+        "step of an evaluation episode",
+        "rendering an evaluation episode",
+    }
+)
+"""Those in which the environment is at work: what is raised then is its error."""
+
+
 class EnvWorker:
     """The environments of one worker, and the policy that acts in them.
 
@@ -116,6 +130,7 @@ class EnvWorker:
 
     def _remember(self, states: Sequence[StreamState]) -> None:
         """Bring a recurrent policy to where it stood; new streams have nothing to remember."""
+        self.phase = "the policy"
         if isinstance(self._policy, RecurrentPolicy) and all(s.policy_state for s in states):
             self._policy.set_state(
                 {
@@ -128,7 +143,7 @@ class EnvWorker:
         self.phase = "reset"
         spec = self.spec
         seeds = [stream_seed(spec.seed, s, e) for s, e in zip(spec.streams, episodes, strict=True)]
-        self._envs.begin(np.array(seeds), self._observation)
+        self._envs.begin(np.array(seeds), self._observation, self.pulse.beat)
         self._episodes_B[:] = episodes
         self._rests_B, self._first_B = np.zeros_like(self._rests_B), np.ones_like(self._rests_B)
         self._episode_score.clear()
@@ -171,6 +186,7 @@ class EnvWorker:
         spec = self.spec
         if not self._has_begun:
             self._begin()  # not in `open`: a long episode is no slow constructor
+        self.phase = "the policy"
         if snapshot is not self._snapshot:
             self._policy.load(snapshot)
             self._snapshot = snapshot
@@ -201,10 +217,12 @@ class EnvWorker:
             env_s -= now - (now := time.perf_counter())
         for key, array in into.observation.items():
             self._observation[key][:] = array[-1]
+        self._check_numbers(into)
+        self.phase = "the policy"
         if recurrent is not None:
             for name, array in recurrent.state().items():
                 into.policy_state[name][:] = array
-        self._check_numbers(into)
+        self.phase = "handing over an unroll"
         into.seconds = {"env": env_s, "policy": policy_s}
         self._sequence += 1
 
@@ -331,6 +349,7 @@ class EnvWorker:
         envs = self._evaluation_envs.adapters
         while len(envs) < count:
             envs.append(adapt(spec.env_factory, RENDER_MODE if len(envs) < filmed else None))
+            self.pulse.beat()
         films = [Film(env.fps, request.film_frames) for env in envs[:filmed]]
         self.phase = "constructing the policy"
         policy = self._make_policy(greedy=True)
@@ -401,7 +420,7 @@ class EnvWorker:
 
     def failure(self, error: BaseException) -> Failure:
         """What to tell of ``error``, which came out of one of the methods above."""
-        of_env = "policy" not in self.phase
+        of_env = self.phase in _PHASES_OF_ENV
         return Failure.of(self.spec.index, self.spec.env_factory.name, self.phase, error, of_env)
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import json
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +32,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from actorlearner import checkpoint
+from actorlearner.contracts import CheckpointError
 from tests.command import Command, metrics
 
 SAMPLE_S = 2.0
@@ -81,7 +83,7 @@ def watch(command: Command, seconds: float) -> list[dict[str, float]]:
     while time.monotonic() < deadline:
         with suppress(psutil.Error):
             samples.append(usage(command.pid))
-        with suppress(Exception):
+        with suppress(subprocess.TimeoutExpired):
             command.wait(SAMPLE_S)
             return samples
     raise AssertionError(f"did not end within {seconds:.0f} s")
@@ -181,54 +183,65 @@ PRESETS: dict[str, list[str]] = {
 """Lockstep runs that are killed again and again."""
 
 
-def kills(directory: Path, count: int, preset: str, seed: int = 0) -> dict[str, Any]:
+def kills(directory: Path, count: int, preset: str) -> dict[str, Any]:
     """``count`` times SIGKILL to the learner at a random moment, and ``resume=auto`` after each.
 
-    In the end the run must be bit-equal to one that never stopped.
+    In the end a run must be bit-equal to one that never stopped; then the next seed begins.
     """
-    generator = random.Random(seed)
-    arguments = [*PRESETS[preset], "device=cpu", "lockstep=true", "trainer.console=plain"]
-    killed, whole = directory / "killed", directory / "whole"
-    wanted = Command([*arguments, f"run_dir={whole}"], directory)
-    with wanted as command:
-        since = time.monotonic()
-        command.wait(600)
-        whole_s = time.monotonic() - since
-        assert command.code == 0, command.err[-4000:]
-    total = checkpoint.read_manifest(checkpoint.find(whole)).env_steps
-    went_on = afresh = done = 0
-    while done < count:
-        before = _newest(killed)
-        with Command([*arguments, f"run_dir={killed}", "resume=auto"], directory) as command:
-            with suppress(Exception):
-                # From its start on, which takes as long as most of such a run.
-                command.wait(generator.uniform(0.3, 6.0))
-            if command.code is not None:
-                assert command.code == 0, command.err[-4000:]
-                break  # it was quick enough
+    generator = random.Random(0)
+    told = {"kills": 0, "went_on": 0, "afresh": 0, "bit_equal": 0}
+    seed = 0
+    while told["kills"] < count:
+        _kill_until_it_ends(directory, count, [*PRESETS[preset], f"seed={seed}"], generator, told)
+        seed += 1
+    return {"preset": preset, **told}
+
+
+def _kill_until_it_ends(
+    directory: Path,
+    count: int,
+    preset: Sequence[str],
+    generator: random.Random,
+    told: dict[str, int],
+) -> None:
+    arguments = [*preset, "device=cpu", "lockstep=true", "trainer.console=plain"]
+    run, whole = directory / f"killed_{preset[-1]}", directory / f"whole_{preset[-1]}"
+    _run(directory, [*arguments, f"run_dir={whole}"], None)
+    total, before = _newest(whole), 0
+    while before < total:
+        # From its start on, which takes as long as most of such a run.
+        after_s = generator.uniform(0.3, 6.0) if told["kills"] < count else None
+        was_killed = _run(directory, [*arguments, f"run_dir={run}", "resume=auto"], after_s)
+        after = _newest(run)
+        assert after >= before, "a checkpoint was lost"
+        told["kills"] += was_killed
+        told["went_on" if before else "afresh"] += was_killed
+        before = after
+    compare(run, whole)
+    told["bit_equal"] += 1
+
+
+def _run(directory: Path, arguments: Sequence[str], kill_after_s: float | None) -> bool:
+    """Run the command; whether it was killed before its end."""
+    with Command(arguments, directory) as command:
+        with suppress(subprocess.TimeoutExpired):
+            command.wait(600 if kill_after_s is None else kill_after_s)
+        was_killed = command.code is None
+        if was_killed:
+            assert kill_after_s is not None, "it does not end"
             command.signal(signal.SIGKILL)
             command.wait(10)
-            assert command.leaves_nothing(temporary_files=False)
-        done += 1
-        after = _newest(killed)
-        assert after >= before, "a checkpoint was lost"
-        went_on, afresh = went_on + (before > 0), afresh + (before == 0)
-    while _newest(killed) < total:
-        with Command([*arguments, f"run_dir={killed}", "resume=auto"], directory) as command:
-            command.wait(600)
+        else:
             assert command.code == 0, command.err[-4000:]
-    compare(killed, whole)
-    return {
-        "preset": preset, "kills": done, "went_on": went_on, "afresh": afresh,
-        "env_steps": total, "whole_s": round(whole_s, 1), "bit_equal": True,
-    }  # fmt: skip
+        assert command.leaves_nothing(temporary_files=not was_killed)
+    return was_killed
 
 
 def _newest(run_dir: Path) -> int:
     """Env steps of its newest whole checkpoint; 0 without one."""
     try:
         return checkpoint.read_manifest(checkpoint.find(run_dir)).env_steps
-    except Exception:
+    except CheckpointError:
         return 0
 
 

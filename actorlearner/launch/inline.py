@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,9 +21,12 @@ from actorlearner.contracts import (
     Unroll,
     WorkerSpec,
 )
+from actorlearner.interrupts import Terminated
 from actorlearner.launch import LauncherBase, raise_failures
 from actorlearner.launch.restarts import Restarts, RestartSettings
 from actorlearner.worker import EnvWorker, probe
+
+T = TypeVar("T")
 
 
 class InlineLauncher(LauncherBase):
@@ -52,6 +55,8 @@ class InlineLauncher(LauncherBase):
         """See `contracts.Launcher`."""
         try:
             return probe(factory, render_mode)
+        except Terminated:
+            raise  # it came from outside
         except (Exception, SystemExit) as error:  # an environment may raise anything
             failure = Failure.of(0, factory.name, "constructing the environment", error)
             raise_failures([failure], cause=error)
@@ -65,9 +70,8 @@ class InlineLauncher(LauncherBase):
         self._workers = [EnvWorker(spec) for spec in specs]
         self._evaluator = EnvWorker(replace(specs[0], index=-1))
         self._snapshot = _copy(snapshot)
-        for worker in self._workers:
-            with _failures_of(worker):
-                worker.open()
+        for index, worker in enumerate(self._workers):
+            self._workers[index], _ = self._persist(worker, EnvWorker.open, is_open=True)
         self._unrolls = [_new_unroll(spec) for spec in specs]
 
     def publish(self, snapshot: Snapshot) -> None:
@@ -84,33 +88,45 @@ class InlineLauncher(LauncherBase):
             return
         snapshot = self._snapshot
         for index, unroll in enumerate(self._unrolls):
-            attempt = 0
-            while not self._collect(index, snapshot, unroll, attempt):
-                attempt += 1
-            worker = self._workers[index]
+            collect = partial(EnvWorker.collect, snapshot=snapshot, into=unroll)
+            worker, _ = self._persist(self._workers[index], collect)
+            self._workers[index] = worker
             self.notes += worker.notes
             worker.notes = []
             yield unroll
 
-    def _collect(self, index: int, snapshot: Snapshot, unroll: Unroll, attempt: int) -> bool:
-        """Fill ``unroll``; False if the worker was lost instead, and the next may try."""
-        worker = self._workers[index]
-        rows_before = int(worker.pulse.counts[0])
-        try:
-            if attempt:
-                worker.open()
-            worker.collect(snapshot, unroll)
-            return True
-        except (Exception, SystemExit) as error:  # an environment may raise anything
-            failure = worker.failure(error)
-            failures = [failure] if self._go_on is None else self._restarts.refuse(failure)
-            if self._go_on is None or failures is not None:
-                raise_failures(failures or [failure], cause=error)
-            rows = int(worker.pulse.counts[0]) - rows_before
-            self.notes.append(self._restarts.note(failure, rows * len(worker.spec.streams)))
-            worker.close()
-            self._workers[index] = EnvWorker(self._go_on(worker.spec, attempt + 1))
-            return False
+    def _persist(
+        self, worker: EnvWorker, work: Callable[[EnvWorker], T], is_open: bool = False
+    ) -> tuple[EnvWorker, T]:
+        """Do ``work``, by as many workers in the place of ``worker`` as it takes.
+
+        Args:
+            worker: who begins.
+            work: what to do; what it raises replaces the worker, if that may be.
+            is_open: whether ``work`` itself opens the worker.
+
+        Returns:
+            The last of the workers, and what its work gave.
+        """
+        spec, attempt = worker.spec, 0
+        while True:
+            rows = int(worker.pulse.counts[0])
+            try:
+                if attempt and not is_open and spec.index >= 0:
+                    worker.open()
+                return worker, work(worker)
+            except Terminated:
+                raise  # it came from outside
+            except (Exception, SystemExit) as error:  # an environment may raise anything
+                failure = worker.failure(error)
+                failures = [failure] if self._go_on is None else self._restarts.refuse(failure)
+                if self._go_on is None or failures is not None:
+                    raise_failures(failures or [failure], cause=error)
+                rows = (int(worker.pulse.counts[0]) - rows) * len(spec.streams)
+                self.notes.append(self._restarts.note(failure, rows))
+                worker.close()
+                attempt += 1
+                worker = EnvWorker(self._go_on(spec, attempt) if spec.index >= 0 else spec)
 
     def metrics(self) -> dict[str, float]:
         """See `contracts.Launcher`."""
@@ -122,8 +138,8 @@ class InlineLauncher(LauncherBase):
             raise LauncherClosed("request_evaluation needs a launcher that is started")
         if self._result is not None:
             return False
-        with _failures_of(self._evaluator):
-            self._result = self._evaluator.evaluate(_copy(snapshot), request)
+        evaluate = partial(EnvWorker.evaluate, snapshot=_copy(snapshot), request=request)
+        self._evaluator, self._result = self._persist(self._evaluator, evaluate)
         return True
 
     def poll_evaluation(self, timeout: float = 0.0) -> EvaluationResult | None:
@@ -148,11 +164,3 @@ def _copy(snapshot: Snapshot) -> Snapshot:
 def _new_unroll(spec: WorkerSpec) -> Unroll:
     arrays = {name: array.zeros() for name, array in spec.unroll_layout.items()}
     return Unroll.from_arrays(spec.index, spec.streams, arrays)
-
-
-@contextmanager
-def _failures_of(worker: EnvWorker) -> Iterator[None]:
-    try:
-        yield
-    except (Exception, SystemExit) as error:  # an environment may raise anything
-        raise_failures([worker.failure(error)], cause=error)

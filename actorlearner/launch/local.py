@@ -13,6 +13,8 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
@@ -263,10 +265,12 @@ class LocalLauncher(LauncherBase):
                 process.join()
             raise
         theirs.close()
+        _bound_receiving(ours, self.settings.env_timeout_s)
+        child.begun(process, ours)
         if self.settings.pin_cores and child.role == "collect":
             cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(process.pid, {cores[child.index % len(cores)]})
-        child.begun(process, ours)
+            with suppress(ProcessLookupError):  # it has ended, as will be seen
+                os.sched_setaffinity(process.pid, {cores[child.index % len(cores)]})
 
     def _wait(self, children: Sequence[_Child], timeout: float) -> list[_Child]:
         """Those that have something to say; those that were lost are dealt with."""
@@ -286,14 +290,17 @@ class LocalLauncher(LauncherBase):
 
     def _check_signs_of_life(self, child: _Child) -> None:
         s = self.settings
+        silence_s = child.silence_s()
         if not child.is_ready:
-            if time.monotonic() - child.started_at > s.start_timeout_s:
+            if silence_s > s.start_timeout_s:
                 text = (
                     f"not done after launch.start_timeout_s={s.start_timeout_s:g}; raise it if the "
                     "environment takes that long to construct"
                 )
                 self._lose(child, child.failure("constructing the environment", text))
-        elif child.silence_s() > s.env_timeout_s and not child.has_message():
+        elif silence_s > s.env_timeout_s and not child.has_message():
+            if child.role == "evaluate" and not child.has_done and silence_s <= s.start_timeout_s:
+                return  # it constructs its environments in its first evaluation
             text = (
                 f"no step and no reset was done within launch.env_timeout_s={s.env_timeout_s:g}; "
                 "raise it if the environment takes that long"
@@ -304,10 +311,14 @@ class LocalLauncher(LauncherBase):
         """The next commit or result; None for a message that needs no further care."""
         try:
             kind, payload = child.connection.recv()
+        except BlockingIOError:
+            text = f"it stopped in the middle of a message for {self.settings.env_timeout_s:g} s"
+            self._lose(child, child.failure(child.phase, text))
+            return None
         except (EOFError, OSError):
             self._lose(child, child.death())
             return None
-        child.is_ready = True
+        child.spoke()
         if kind == "failure":
             self._lose(child, payload)
             return None
@@ -340,8 +351,8 @@ class LocalLauncher(LauncherBase):
             self._fail([failure])
         if (failures := self._restarts.refuse(failure)) is not None:
             self._fail(failures)
-        child.erred = bool(failure.error)
-        if child.erred:
+        if failure.error:
+            child.errors += 1
             child.process.join(_CLOSE_S)  # it closes its environments
         child.end()
         child.attempt += 1
@@ -356,7 +367,7 @@ class LocalLauncher(LauncherBase):
                 if child.role == "collect":
                     assert child.spec is not None
                     # In lockstep a lost process changes nothing, but an error would come again.
-                    attempt = 0 if self.lockstep and not child.erred else child.attempt
+                    attempt = child.errors if self.lockstep else child.attempt
                     child.spec = self._go_on(child.spec, attempt)
                 self._begin(child)
                 for message in child.owes:
@@ -395,7 +406,7 @@ class _Child:
         inbox: payloads that came while another's were waited for.
         attempt: how often in a row its process was lost before it had done anything.
         due_at: when to replace one that is lost, `time.monotonic` seconds.
-        erred: whether it was lost to an exception.
+        errors: how many of these attempts ended with an exception.
     """
 
     process: Any
@@ -413,14 +424,14 @@ class _Child:
         self.inbox: deque[Any] = deque()
         self.attempt = 0
         self.due_at = 0.0
-        self.erred = False
+        self.errors = 0
         self.is_lost = True
 
     def begun(self, process: Any, connection: Connection) -> None:
         """It has a new process."""
         self.process, self.connection = process, connection
-        self.is_ready = self.is_lost = False
-        self.started_at = self._looked_at = time.monotonic()
+        self.is_ready = self.is_lost = self.has_done = False
+        self._looked_at = time.monotonic()
         self._silence_s = 0.0
         self._pulse_seen = self.pulse.tolist()
         self._rows_done = 0
@@ -441,7 +452,8 @@ class _Child:
     def done(self, message: Any) -> None:
         """It has done what it owed."""
         self.owes.remove(message)
-        self.attempt, self._silence_s = 0, 0.0
+        self.has_done = True
+        self.attempt = self.errors = 0
         if self.spec is not None:
             self._rows_done += self.spec.unroll_length
 
@@ -454,15 +466,19 @@ class _Child:
         except OSError:
             return True  # receiving tells
 
+    def spoke(self) -> None:
+        """It said something."""
+        self.is_ready, self._silence_s = True, 0.0
+
     def silence_s(self) -> float:
-        """Seconds for which it has owed something without a sign of life.
+        """Seconds for which it has owed something, or its start, without a sign of life.
 
         Only time that was watched counts: while all processes are paused, or the learner is busy,
         nobody is to blame.
         """
         now = time.monotonic()
         pulse = self.pulse.tolist()
-        if pulse != self._pulse_seen or not self.owes:
+        if pulse != self._pulse_seen or not (self.owes or not self.is_ready):
             self._pulse_seen, self._silence_s = pulse, 0.0
         else:
             self._silence_s += min(now - self._looked_at, _UNWATCHED_S)
@@ -499,7 +515,7 @@ class _Child:
         if code is None:
             how = f"{pid} closed its pipe"
         elif code < 0:
-            how = f"{pid} was killed by {signal.Signals(-code).name}"
+            how = f"{pid} was killed by {_signal_name(-code)}"
             if -code == signal.SIGKILL:
                 how += " (out of memory?)"
         else:
@@ -516,11 +532,23 @@ class _Child:
     def end(self) -> None:
         """End the process, now, and give its pipe back; its memory stays for the next one."""
         self.kill()
-        self.process.join()
+        self.process.join(_CLOSE_S)
         self.kill()  # what it started may have outlived it
         self.connection.close()
-        self.process.close()
         self.is_lost = True
+        if self.process.exitcode is None:
+            # It sits in the kernel, in a device or a file system that does not answer, and will
+            # run no further instruction of its own.
+            logger.warning("process %d can't be killed; it is left behind", self.process.pid)
+        else:
+            self.process.close()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # of the real-time signals only two have names
+        return f"signal {number}"
 
 
 def _close(children: Sequence[_Child]) -> None:
@@ -536,6 +564,15 @@ def _close(children: Sequence[_Child]) -> None:
         child.slots, child.pulse = [], Pulse.SPEC.zeros()
         if child.owned is not None:
             child.owned.close()
+
+
+def _bound_receiving(connection: Connection, seconds: float) -> None:
+    """Make it an error that the rest of a message does not come (where pipes are sockets)."""
+    if os.name == "posix":
+        with socket.socket(fileno=os.dup(connection.fileno())) as twin:
+            whole, part = divmod(seconds, 1)
+            limit = struct.pack("ll", int(whole), int(part * 1e6))
+            twin.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 @contextmanager

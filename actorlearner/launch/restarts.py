@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from actorlearner.config import Settings, setting
@@ -61,9 +61,15 @@ class Restarts:
         now = self._clock()
         while self._recent and now - self._recent[0][0] >= _HOUR_S:
             self._recent.popleft()
-        if len(self._recent) < self._settings.max_restarts:
+        limit = self._settings.max_restarts
+        if len(self._recent) < limit:
             return None
-        return [failure, *(first for _, first in list(self._recent)[:1])]
+        told = replace(
+            failure,
+            detail=f"{failure.detail.rstrip()}\nlaunch.max_restarts={limit} allows no further "
+            "replacement within an hour",
+        )
+        return [told, *(first for _, first in list(self._recent)[:1])]
 
     def note(self, failure: Failure, dropped: int) -> str:
         """Count a replacement; what to tell people of it.

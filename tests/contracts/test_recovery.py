@@ -27,6 +27,8 @@ from actorlearner.contracts import (
     WorkerSpec,
 )
 from actorlearner.envs import GymEnvFactory
+from actorlearner.interrupts import Terminated
+from actorlearner.launch import local as local_module
 from actorlearner.launch.inline import InlineLauncher
 from actorlearner.launch.local import LocalLauncher, _Child
 from actorlearner.launch.restarts import Restarts, RestartSettings, back_off_s
@@ -180,6 +182,7 @@ def test_what_nobody_watched_is_no_silence():
     """The learner was in a long update, or all processes were paused."""
     child = _Child("collect", 0, "Places")
     child.begun(None, None)
+    child.is_ready = True
     child.order = child.owes.append
     child.order(0)
     child._looked_at -= 1000
@@ -239,6 +242,55 @@ def test_an_evaluation_begins_again_and_gives_the_same(number):
         assert run.launcher.metrics()["restarts"] == 1
 
 
+class _SlowStart(Places):
+    """Takes as long to be built and to begin as a sign of life may; with several, longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        time.sleep(0.25)
+
+    def reset(self, **arguments: Any) -> Any:
+        if self.place[2] == 0 and arguments.get("seed") is not None:
+            time.sleep(0.25)
+        return super().reset(**arguments)
+
+
+def test_many_slow_beginnings_are_many_signs_of_life():
+    """Of eight environments that an evaluation builds, and of four first resets."""
+    with Run(local(env_timeout_s=0.7), GymEnvFactory.of(_SlowStart), envs_per_worker=4) as run:
+        run.gather_more(1)
+        assert run.launcher.evaluate(snapshot(0), REQUEST._replace(episodes=8)).returns
+        assert run.launcher.metrics()["restarts"] == 0
+
+
+def test_half_a_message_is_a_hang():
+    """A worker that is stopped while it tells something long; others are listened to again."""
+    with Run(local(env_timeout_s=1), PLACES, PLACES) as run:
+        run.gather_more(1)
+        child = run.launcher._children[0]
+        run.kill(0, signal.SIGSTOP)
+        # What it would have sent: a header that promises more than comes.
+        ours, theirs = run.launcher._context.Pipe()
+        local_module._bound_receiving(ours, 1.0)
+        os.write(theirs.fileno(), b"\0\0\1\0half")
+        child.connection.close()
+        child.connection = ours
+        run.gather_more(3)
+        theirs.close()
+        assert run.launcher.metrics()["restarts"] == 1
+    assert "it stopped in the middle of a message" in run.notes[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGRTMIN + 6, signal.SIGKILL])
+def test_every_signal_is_told(number):
+    """Also those without a name."""
+    with Run(local(), PLACES) as run:
+        run.gather_more(1)
+        run.kill(0, number)
+        run.gather_until(lambda: run.notes)
+    assert ("SIGKILL" if number == signal.SIGKILL else f"signal {int(number)}") in run.notes[0]
+
+
 # -------------------------------------------------------------------------------------- errors
 
 LAUNCHERS = {"inline": InlineLauncher, "processes": local}
@@ -266,8 +318,44 @@ def test_an_error_of_an_environment_ends_the_run_by_default(kind, tmp_path):
         assert run.launcher.metrics()["restarts"] == 0
 
 
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_an_evaluation_that_an_environment_ended_begins_again_if_asked(kind, tmp_path):
+    with Run(LAUNCHERS[kind](on_env_error="restart"), PLACES) as run:
+        wanted = run.launcher.evaluate(snapshot(4), REQUEST)
+    flaky = GymEnvFactory.of(_OnceEvaluating, {"flag": tmp_path / "done"})
+    with Run(LAUNCHERS[kind](on_env_error="restart"), flaky) as run:
+        assert run.launcher.evaluate(snapshot(4), REQUEST) == wanted
+        assert run.launcher.metrics()["restarts"] == 1
+
+
+class _OnceEvaluating(_Once):
+    """Raises once, in an evaluation: training environments are not stepped."""
+
+    def __init__(self, flag: Path) -> None:
+        super().__init__(flag, where="step", at=1)
+
+
+def test_what_ends_the_run_from_outside_is_no_error_of_an_environment():
+    """SIGTERM raises in the process of the environment, if that is the learner's."""
+
+    class Ends(Places):
+        def step(self, action: Any) -> Any:
+            raise Terminated(143)
+
+    with (
+        Run(InlineLauncher(on_env_error="restart"), GymEnvFactory.of(Ends)) as run,
+        pytest.raises(Terminated),
+    ):
+        run.gather()
+
+
 class _BadPolicy(PlacesPolicy):
     def act(self, observation: Any, generator: np.random.Generator) -> Any:
+        raise ZeroDivisionError("of the policy")
+
+
+class _BadWhenLoading(PlacesPolicy):
+    def load(self, snapshot: Any) -> None:
         raise ZeroDivisionError("of the policy")
 
 
@@ -277,12 +365,13 @@ class _BadPlaces(Places):
 
 
 @pytest.mark.parametrize("kind", LAUNCHERS)
-@pytest.mark.parametrize("blame", ["policy", "input"])
+@pytest.mark.parametrize("blame", ["policy", "loading", "input"])
 def test_errors_that_would_come_again_end_the_run(kind, blame):
     launcher = LAUNCHERS[kind](on_env_error="restart")
-    is_policy = blame == "policy"
+    is_policy = blame != "input"
     factory = PLACES if is_policy else GymEnvFactory.of(_BadPlaces)
-    changes = {"policy_factory": _BadPolicy} if is_policy else {}
+    policies = {"policy": _BadPolicy, "loading": _BadWhenLoading}
+    changes = {"policy_factory": policies[blame]} if is_policy else {}
     with Run(launcher, factory, **changes) as run:
         with pytest.raises(WorkerError if is_policy else BadInput):
             run.gather_more()
@@ -310,7 +399,11 @@ def test_restarts_are_counted_by_the_hour():
         assert restarts.refuse(cause) is None
         restarts.note(cause, dropped=3)
         now[0] += 1000
-    assert restarts.refuse(causes[2]) == [causes[2], causes[0]]
+    last, first = restarts.refuse(causes[2])
+    assert first == causes[0]
+    assert last.detail == (
+        "loss 2\nlaunch.max_restarts=2 allows no further replacement within an hour"
+    )
     now[0] = 3600.0
     assert restarts.refuse(causes[2]) is None
     assert restarts.metrics() == {"restarts": 2, "rows_dropped": 6}
