@@ -110,6 +110,7 @@ SAME_FLOOR = {
     ("launch.local", "launch._child"),
     ("launch._zygote", "launch._child"),
     ("replay", "ring"),  # where it keeps rows
+    ("replay", "rows"),  # those that were left behind
     ("ring", "rows"),  # likewise, of those that are large
     ("trainer", "assembly"),  # cut out of it
     ("agents.dreamer", "agents.world_model"),  # cut out of it

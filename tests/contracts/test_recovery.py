@@ -329,10 +329,16 @@ def test_an_evaluation_that_an_environment_ended_begins_again_if_asked(kind, tmp
 
 
 class _OnceEvaluating(_Once):
-    """Raises once, in an evaluation: training environments are not stepped."""
+    """Raises once, in an evaluation, whose seeds are odd."""
 
     def __init__(self, flag: Path) -> None:
-        super().__init__(flag, where="step", at=1)
+        super().__init__(flag, where="step")
+        self._bad = "", 0
+
+    def step(self, action: Any) -> Any:
+        if self.place[0] % 2:
+            self._misbehave()
+        return super().step(action)
 
 
 def test_what_ends_the_run_from_outside_is_no_error_of_an_environment():
