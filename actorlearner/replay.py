@@ -446,8 +446,9 @@ class ReplayBuffer:
         anew at the highest one seen.
 
         Raises:
-            CheckpointError: the state is of another capacity, unroll length or environment;
-                nothing was changed.
+            CheckpointError: the state is of another capacity, unroll length or environment, which
+                changes nothing; or a file of it is damaged.
+            OSError: there is no room for its files.
         """
         ring, priorities = self._ring, state["priorities"]
         first_new = ring.load_state_dict(state["ring"])
@@ -561,8 +562,9 @@ class ReplayBuffer:
         shared = (capacity + kept * min(place.rows_between, capacity)) * in_files
         copied = (kept + 1) * capacity * in_memory if self.settings.save else 0
         run_dir = place.directory.parent
-        names = ("*.page", "replay.safetensors")
-        held = {s.st_ino: s.st_size for n in names for s in map(os.stat, run_dir.rglob(n))}
+        # What this run's own checkpoints hold is given back in the course of it.
+        names = ("checkpoints/step_*[0-9]/*.page", "checkpoints/step_*[0-9]/replay.safetensors")
+        held = {s.st_ino: s.st_size for n in names for s in map(os.stat, run_dir.glob(n))}
         free = free_disk(run_dir) + sum(held.values())
         needs = f"needs up to {_size(shared + copied)} of disk with its checkpoints; "
         needs += f"{_size(free)} are free for {run_dir}"

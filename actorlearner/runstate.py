@@ -126,6 +126,8 @@ class RunState:
                 f"way ({type(error).__name__}: {error}); its weights can still be evaluated "
                 "(--eval-only), but the run can't go on"
             ) from error
+        except OSError as error:
+            raise CheckpointError(f"{source}: its replay can't be taken over: {error}") from error
         if "replay" not in states:
             logger.info("the checkpoint brings no replay: the warm-up begins anew")
             self.progress.limiter.restart_warmup()

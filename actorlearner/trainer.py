@@ -165,7 +165,8 @@ class TrainerSettings(Settings):
     keep_best: int = setting(1, low=0)
     """Weights that stay because they were evaluated best, beside those checkpoints."""
     preempt_deadline_s: float | None = setting(None, above=0)
-    """Seconds after SIGINT or SIGTERM in which to save; then the run ends unsaved. None waits."""
+    """Seconds after SIGINT or SIGTERM in which to save; then the run ends unsaved. None waits. The
+    update in hand, and in lockstep the round and an evaluation, are finished before that."""
     console: ConsoleMode = "auto"
     """Progress on standard error: auto, bar, plain or off."""
     callbacks: tuple[dict[str, Any], ...] = ()

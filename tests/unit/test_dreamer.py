@@ -410,6 +410,19 @@ def test_replayed_returns_by_hand(last: int | None) -> None:
             assert carry.replayed.weight[k, b].item() == expected
 
 
+def test_huge_rewards_in_long_sequences_stay_finite() -> None:
+    """Symlog, unimix and two-hot bins take them as they are (case 89 of users' reports)."""
+    agent = make(batch_length=128)
+    agent.configure_optimizers()
+    batch = batch_for(agent)
+    batch.reward.mul_(1e4)
+    output = agent.world_training_step(batch)
+    for step in (output, agent.controller_training_step(output.carry)):
+        step.loss.backward()
+        assert torch.isfinite(step.loss)
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in agent.parameters())
+
+
 def test_starts_are_the_last_rows() -> None:
     agent = make(imagine_last=2)
     every, few = imagined(make()), imagined(agent)

@@ -405,6 +405,15 @@ class TestBuild:
         make_store(storage, tmp_path)
         assert not left.exists()
 
+    @pytest.mark.parametrize("storage", ["memory", "disk"])
+    def test_what_others_keep_there_stays(self, storage: str, tmp_path: Path) -> None:
+        """The run directory may be anybody's, such as one with a package called replay."""
+        own = tmp_path / "replay" / "my_code.py"
+        own.parent.mkdir()
+        own.write_text("mine")
+        make_store(storage, tmp_path)
+        assert own.read_text() == "mine"
+
     def test_a_file_system_without_hard_links(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
