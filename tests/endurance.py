@@ -106,7 +106,7 @@ def flat(samples: Sequence[dict[str, float]]) -> dict[str, list[float]]:
 COMMON = ("device=cpu", "trainer.console=plain", "imports=[tests.endurance]", "trust=[tests]")
 
 
-def chaos(directory: Path, minutes: float, env_steps_per_s: float = 150.0) -> dict[str, Any]:
+def chaos(directory: Path, minutes: float, env_steps_per_s: float = 400.0) -> dict[str, Any]:
     """CartPole with four workers that are killed, stopped and made to raise every few seconds."""
     counts = directory / "counts"
     counts.mkdir()
