@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -120,11 +121,12 @@ def _serve(payload: bytes, rank: int, connection: Connection) -> None:
     recipe: Recipe = cloudpickle.loads(payload)
     envs = vector_env(recipe)
     steps = _steps(recipe, rank, envs)
-    connection.send(type(envs).__name__)
-    while True:  # until it is killed
-        seconds, warmup = connection.recv()
-        _run(steps, warmup)
-        connection.send(_run(steps, seconds))
+    with suppress(BrokenPipeError, ConnectionResetError, EOFError):  # who asked may be gone first
+        connection.send(type(envs).__name__)
+        while True:  # until it is killed
+            seconds, warmup = connection.recv()
+            _run(steps, warmup)
+            connection.send(_run(steps, seconds))
 
 
 def _run(steps: Iterator[int], seconds: float) -> tuple[int, float, float]:
