@@ -11,6 +11,7 @@ import hashlib
 import logging
 import math
 import os
+import secrets
 import shutil
 import threading
 import weakref
@@ -167,6 +168,8 @@ class DiskRows:
         self._open: int | None = None
         self._unwritten: set[int] = set()
         self._num_files = 0
+        # An object that was here before may remove its files when it is collected, later on.
+        self._token = secrets.token_hex(4)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -288,7 +291,8 @@ class DiskRows:
 
     def _new_path(self) -> Path:
         self._num_files += 1
-        return self._prefix.with_name(f"{self._prefix.name}_{self._num_files:09d}.page")
+        name = f"{self._prefix.name}_{self._token}_{self._num_files:09d}.page"
+        return self._prefix.with_name(name)
 
     def _map(self, page: int, file: StoredFile) -> None:
         self._pages[page] = _mapped(file, (self._num_in(page), *self._row.shape), self.dtype)
@@ -301,7 +305,7 @@ def clear_pages(directory: Path) -> None:
 
     A killed process leaves them; what checkpoints need of them they hold by themselves.
     """
-    for path in directory.glob(f"*_{'[0-9]' * 9}.page"):
+    for path in directory.glob(f"*_{'[0-9a-f]' * 8}_{'[0-9]' * 9}.page"):
         _remove(path)
     with suppress(OSError):
         directory.rmdir()

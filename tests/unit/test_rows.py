@@ -271,6 +271,15 @@ class TestDisk:
         del disk, states
         assert not list(live.iterdir())
 
+    def test_one_that_was_there_before_takes_only_its_own_along(self, tmp_path: Path) -> None:
+        """A run that is resumed in the same process: the first replay is collected some time."""
+        before, now = disk_rows(tmp_path), disk_rows(tmp_path)
+        for disk in (before, now):
+            fill(disk, 50, 0, 45)
+        del before, disk
+        assert len(list(tmp_path.iterdir())) == len(now._files) > 1
+        assert all(file.path.exists() for file in now._files.values())
+
     def test_what_was_saved_stays_as_it_was(self, tmp_path: Path) -> None:
         disk = disk_rows(tmp_path / "replay")
         fill(disk, 50, 0, 77)
@@ -399,7 +408,7 @@ class TestBuild:
 
     @pytest.mark.parametrize("storage", ["memory", "disk"])
     def test_what_a_killed_process_left_goes(self, storage: str, tmp_path: Path) -> None:
-        left = tmp_path / "replay" / "observation_0_000000007.page"
+        left = tmp_path / "replay" / "observation_0_0123abcd_000000007.page"
         left.parent.mkdir()
         left.write_bytes(b"half")
         make_store(storage, tmp_path)
