@@ -1,4 +1,4 @@
-"""From the Trainer's settings to the parts of a run: device, threads, launcher, workers."""
+"""From the Trainer's settings to the parts of a run: threads, launcher, workers, callbacks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 
@@ -19,46 +19,19 @@ from actorlearner.contracts import (
     EnvSpec,
     Launcher,
     PolicyFactory,
-    SettingError,
     StepOutput,
     Store,
     Tracker,
     WorkerSpec,
 )
 from actorlearner.streams import StreamLedger, assign_streams
-
-if TYPE_CHECKING:
-    from actorlearner.trainer import TrainerSettings
+from actorlearner.trainersettings import CompileMode, TrainerSettings
 
 _INLINE = "actorlearner.launch.inline:InlineLauncher"
 _OF_INLINE = ("max_restarts", "on_env_error")
 _LOCAL = "actorlearner.launch.local:LocalLauncher"
 _STORE = "actorlearner.replay:ReplayBuffer"
 _AGENT = "actorlearner.agents.dqn:DQN"
-
-
-CompileMode: TypeAlias = Literal["default", "reduce-overhead", "max-autotune"]
-"""Those of `torch.compile`."""
-
-
-def resolve_device(device: str, lockstep: bool) -> torch.device:
-    """The torch device that ``device`` names; auto takes a GPU if there is one.
-
-    Raises:
-        SettingError: no such device here, or not one for lockstep.
-    """
-    if device == "auto":
-        use_gpu = torch.cuda.is_available() and not lockstep
-        return torch.device("cuda" if use_gpu else "cpu")
-    try:
-        resolved = torch.device(device)
-        torch.zeros(1, device=resolved).item()
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise SettingError(f"device={device}: not to be had here: {reason}") from error
-    if lockstep and resolved.type != "cpu":
-        raise SettingError(f"device={device}: lockstep needs cpu, whose sums keep their order")
-    return resolved
 
 
 @contextmanager

@@ -10,16 +10,15 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
 from actorlearner import checkpoint
 from actorlearner.assembly import (
-    CompileMode,
     compiled,
     default_agent,
     default_store,
@@ -28,11 +27,10 @@ from actorlearner.assembly import (
     make_callbacks,
     make_launcher,
     make_tracker,
-    resolve_device,
     worker_specs,
 )
 from actorlearner.callbacks import Callback
-from actorlearner.config import Settings, setting, unknown_key
+from actorlearner.config import unknown_key
 from actorlearner.contracts import (
     Agent,
     BadInput,
@@ -53,12 +51,11 @@ from actorlearner.contracts import (
 )
 from actorlearner.control import FILE_NAME, Control
 from actorlearner.envs import EnvLike, GymEnvFactory
-from actorlearner.evaluate import EvaluationSettings, films_of, summarise, write_films
-from actorlearner.faults import Faults, FaultSettings
+from actorlearner.evaluate import films_of, summarise, write_films
+from actorlearner.faults import Faults
 from actorlearner.feedback import FeedbackLine
 from actorlearner.interrupts import Interrupts
 from actorlearner.messages import Messages
-from actorlearner.metrics import ConsoleMode
 from actorlearner.optim import FiniteSteps, LeftOut
 from actorlearner.progress import Progress
 from actorlearner.randomness import seed_everything
@@ -67,6 +64,7 @@ from actorlearner.runstate import RunState, read_weights, settings_of
 from actorlearner.saving import Saver, Write
 from actorlearner.schedules import SamplesPerInsert
 from actorlearner.streams import StreamLedger
+from actorlearner.trainersettings import TrainerSettings, resolve_device
 
 logger = logging.getLogger(__name__)
 
@@ -89,111 +87,6 @@ _AGAINST_NAN = (
 )
 _WAIT_S = 0.1  # how long to wait before looking at signals again
 _LEARN_S = 0.02  # how long to learn before looking for unrolls again
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerSettings(Settings):
-    """Settings of the loop, of the optimisation, and of what is saved and logged."""
-
-    group = "trainer"
-    root: ClassVar[tuple[str, ...]] = (
-        "workers",
-        "envs_per_worker",
-        "unroll_length",
-        "seed",
-        "total_steps",
-        "device",
-        "lockstep",
-        "samples_per_insert",
-        "run_dir",
-        "trust",
-        "evaluation",
-        "launch",
-        "tracking",
-        "faults",
-    )
-    """Those that stand at the root of the config tree."""
-
-    workers: int = setting(8, low=0)
-    """Worker processes; 0 runs one worker in the learner's process."""
-    envs_per_worker: int = setting(1, low=1)
-    """Environments that each worker steps together."""
-    unroll_length: int = setting(16, low=1)
-    """Rows that a worker hands over at once."""
-    seed: int = setting(0, low=0)
-    """Of everything random in the run."""
-    total_steps: int = setting(100_000, low=0)
-    """Env steps of the whole run."""
-    device: str = "auto"
-    """Of the learner: a torch device, or auto for a GPU if there is one."""
-    lockstep: bool = False
-    """Deterministic: one unroll from every worker, in order, then the updates owed."""
-    samples_per_insert: float = setting(8.0, above=0, below=float("inf"))
-    """Rows sampled for updates per row inserted, after the warm-up."""
-    run_dir: Path | None = None
-    """Where everything is written; None writes nothing."""
-    trust: tuple[str, ...] = ()
-    """Packages besides this one that targets may name."""
-    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    """See `EvaluationSettings`."""
-    launch: dict[str, Any] = setting({})
-    """Settings of the launcher that ``workers`` > 0 starts, and its ``target``."""
-    tracking: dict[str, Any] | None = None
-    """Settings of an experiment tracker, and its ``target``; None for none."""
-    faults: FaultSettings = field(default_factory=FaultSettings)
-    """See `FaultSettings`."""
-
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Of the model's parameters."""
-    gradient_clip_val: float | None = setting(10.0, above=0, live=True)
-    """Largest global L2 norm of the gradients of a training step; None does not clip."""
-    nonfinite: Literal["stop", "skip"] = "stop"
-    """A loss or a gradient that is not finite ends the run, or its step is left out and counted."""
-    compile: CompileMode | None = None
-    """Training steps through ``torch.compile``, in its mode default, reduce-overhead or
-    max-autotune; null leaves them as they are."""
-    publish_every_updates: int = setting(1, low=1)
-    """Updates between snapshots for the workers (in lockstep: one before every gather)."""
-    evaluate_every_env_steps: int = setting(0, low=0)
-    """Env steps between evaluations; 0 evaluates at the end only. Step 0 does not count."""
-    checkpoint_every_env_steps: int = setting(0, low=0)
-    """Env steps between checkpoints; 0 saves at the end only. Step 0 does not count."""
-    log_every_env_steps: int = setting(1_000, low=1)
-    """Env steps between lines of metrics."""
-    keep_last: int = setting(3, low=1)
-    """Checkpoints that stay."""
-    keep_best: int = setting(1, low=0)
-    """Weights that stay because they were evaluated best, beside those checkpoints."""
-    preempt_deadline_s: float | None = setting(None, above=0)
-    """Seconds after SIGINT or SIGTERM in which to save; then the run ends unsaved. None waits. The
-    update in hand, and in lockstep the round and an evaluation, are finished before that."""
-    console: ConsoleMode = "auto"
-    """Progress on standard error: auto, bar, plain or off."""
-    callbacks: tuple[dict[str, Any], ...] = ()
-    """Settings of each `Callback`, and its ``target``."""
-
-    @classmethod
-    def key(cls, name: str) -> str:
-        """The dotted key of field ``name``."""
-        return name if name in cls.root else f"{cls.group}.{name}"
-
-    @property
-    def num_streams(self) -> int:
-        """Environment slots over all workers."""
-        return max(1, self.workers) * self.envs_per_worker
-
-    def check(self) -> None:
-        """The device must exist, lockstep be kept, and films have a place."""
-        resolve_device(self.device, self.lockstep)
-        if self.lockstep and self.dtype != "float32":
-            raise SettingError(f"{self.key('dtype')}={self.dtype}: lockstep needs float32")
-        if self.lockstep and self.compile is not None:
-            raise SettingError(
-                f"{self.key('compile')}={self.compile}: lockstep needs null, because another "
-                "compiler sums in another order"
-            )
-        if self.evaluation.video and self.run_dir is None:
-            raise SettingError("run_dir=None: evaluation.video=true needs a directory for films")
 
 
 class Trainer:

@@ -29,7 +29,7 @@ from actorlearner.replay import ReplaySettings
 from actorlearner.run import CommandSettings
 from actorlearner.suites import AtariSettings, MinAtarSettings
 from actorlearner.tracking import MlflowSettings, WandbSettings
-from actorlearner.trainer import TrainerSettings
+from actorlearner.trainersettings import TrainerSettings
 
 PAGE = Path(__file__).with_suffix(".md")
 

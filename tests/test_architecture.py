@@ -74,6 +74,7 @@ FLOORS = {
     "agents.world_model": 3,
     "agents.open_loop": 3,
     "agents.dreamer": 3,
+    "trainersettings": 4,
     "assembly": 4,
     "runstate": 4,
     "saving": 4,
@@ -113,6 +114,8 @@ SAME_FLOOR = {
     ("replay", "rows"),  # those that were left behind
     ("ring", "rows"),  # likewise, of those that are large
     ("trainer", "assembly"),  # cut out of it
+    ("trainer", "trainersettings"),  # likewise
+    ("assembly", "trainersettings"),  # what it makes parts of
     ("agents.dreamer", "agents.world_model"),  # cut out of it
     ("agents.dreamer", "agents.open_loop"),  # likewise
     ("trainer", "runstate"),  # likewise
@@ -120,7 +123,7 @@ SAME_FLOOR = {
 }
 """Who imports whom on one floor, and why; each must be needed."""
 
-FOR_TYPES = {("assembly", "trainer"), ("callbacks", "trainer"), ("faults", "trainer")}
+FOR_TYPES = {("callbacks", "trainer"), ("faults", "trainer")}
 """Upward imports for annotations only."""
 
 FREE = {"", "run"}

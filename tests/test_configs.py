@@ -24,7 +24,7 @@ from actorlearner.replay import ReplaySettings
 from actorlearner.run import CommandSettings, main
 from actorlearner.suites import AtariSettings, MinAtarSettings
 from actorlearner.tracking import MlflowSettings, WandbSettings
-from actorlearner.trainer import TrainerSettings
+from actorlearner.trainersettings import TrainerSettings
 from tests.command import metrics
 
 CONFIGS = config_dir()

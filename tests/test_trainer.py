@@ -40,7 +40,8 @@ from actorlearner.contracts import (
 from actorlearner.launch.inline import InlineLauncher
 from actorlearner.launch.local import LocalLauncher
 from actorlearner.replay import ReplayBuffer
-from actorlearner.trainer import Trainer, TrainerSettings
+from actorlearner.trainer import Trainer
+from actorlearner.trainersettings import TrainerSettings
 from tests.saved import saved
 from tests.tiny import Features, Guess, Regressor, Treadmill, vector_spec
 
