@@ -165,31 +165,45 @@ class ReplayBuffer:
             "planned_updates": planned_updates,
         }
         if self._built_for:
-            changed = [name for name, value in asked.items() if value != self._built_for[name]]
-            if changed:
-                raise BadInput(
-                    f"this replay buffer was built with another {' and '.join(changed)}: "
-                    "make a new one for each run"
-                )
+            self._refuse_other_than(asked)
             return
+        if isinstance(sample_spec, SequenceSpec):
+            extras, length = dict(sample_spec.latents), sample_spec.length
+        else:
+            extras, length = {name: ArraySpec((), "float32") for name in self.extras}, None
+        self._check_capacity(env_spec, layout, length)
+        directory = self._make_room(env_spec, extras, length, place)
+        ring = BlockRing(env_spec, layout, self.settings.capacity, extras, length, directory)
+        self._built_ring = ring
+        self._tree = SumTree(ring.num_rows) if self.settings.prioritized else None
+        self._env_spec, self._sample_spec = env_spec, sample_spec
+        self._beta_updates = self.settings.beta_updates or max(1, planned_updates)
+        self._built_for = asked
+
+    def _refuse_other_than(self, asked: Mapping[str, Any]) -> None:
+        changed = [name for name, value in asked.items() if value != self._built_for[name]]
+        if changed:
+            raise BadInput(
+                f"this replay buffer was built with another {' and '.join(changed)}: "
+                "make a new one for each run"
+            )
+
+    def _check_capacity(self, env_spec: EnvSpec, layout: StreamLayout, length: int | None) -> None:
+        """Refuse what can't hold a stack, or a sequence of ``length``, of every stream."""
         stack = max(spec.stack for spec in env_spec.observation.values())
         if layout.unroll_length < stack - 1:
             raise SettingError(
                 f"unroll_length={layout.unroll_length}: must be at least {stack - 1}, as many rows "
                 f"as a stack of {stack} frames has besides the newest"
             )
-        extras = {name: ArraySpec((), "float32") for name in self.extras}
-        # Fewer, and a stream's own unroll could overwrite the one that it continues.
-        unrolls, length = 2, None
-        if isinstance(sample_spec, SequenceSpec):
-            if self.settings.prioritized:
-                raise SettingError(
-                    "replay.prioritized=True: this agent learns from sequences, which are drawn "
-                    "uniformly: set replay.prioritized=false"
-                )
-            extras, length = dict(sample_spec.latents), sample_spec.length
-            # As many as `length` + 1 rows take, and one more: some stream always has a sequence.
-            unrolls = length // layout.unroll_length + 2
+        if length is not None and self.settings.prioritized:
+            raise SettingError(
+                "replay.prioritized=True: this agent learns from sequences, which are drawn "
+                "uniformly: set replay.prioritized=false"
+            )
+        # Fewer, and a stream's own unroll could overwrite the one that it continues; of sequences
+        # as many as `length` + 1 rows take, and one more: some stream always has a sequence.
+        unrolls = 2 if length is None else length // layout.unroll_length + 2
         needed = unrolls * layout.num_streams * layout.unroll_length
         if self.settings.capacity < needed:
             raise SettingError(
@@ -197,6 +211,19 @@ class ReplayBuffer:
                 f"{unrolls} unrolls of {layout.unroll_length} rows for each of "
                 f"{layout.num_streams} streams"
             )
+
+    def _make_room(
+        self,
+        env_spec: EnvSpec,
+        extras: Mapping[str, ArraySpec],
+        length: int | None,
+        place: StorePlace | None,
+    ) -> Path | None:
+        """State the memory and the disk that it takes; the directory for files, if there are any.
+
+        Raises:
+            SettingError: there is less, or no place for files.
+        """
         in_memory = BlockRing.bytes_per_row(env_spec, extras, length is not None)
         if self.settings.prioritized:
             in_memory += 9  # a leaf, and its share of the sums above
@@ -210,12 +237,7 @@ class ReplayBuffer:
         self._state_memory(in_memory)
         if place is not None:
             self._state_disk(place, in_memory, in_files)
-        ring = BlockRing(env_spec, layout, self.settings.capacity, extras, length, directory)
-        self._built_ring = ring
-        self._tree = SumTree(ring.num_rows) if self.settings.prioritized else None
-        self._env_spec, self._sample_spec = env_spec, sample_spec
-        self._beta_updates = self.settings.beta_updates or max(1, planned_updates)
-        self._built_for = asked
+        return directory
 
     @property
     def warmup_env_steps(self) -> int:
