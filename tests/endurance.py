@@ -106,7 +106,7 @@ def flat(samples: Sequence[dict[str, float]]) -> dict[str, list[float]]:
 COMMON = ("device=cpu", "trainer.console=plain", "imports=[tests.endurance]", "trust=[tests]")
 
 
-def chaos(directory: Path, minutes: float, env_steps_per_s: float = 400.0) -> dict[str, Any]:
+def chaos(directory: Path, minutes: float, env_steps_per_s: float = 3_000.0) -> dict[str, Any]:
     """CartPole with four workers that are killed, stopped and made to raise every few seconds."""
     counts = directory / "counts"
     counts.mkdir()
@@ -118,7 +118,8 @@ def chaos(directory: Path, minutes: float, env_steps_per_s: float = 400.0) -> di
         f"+env.kwargs.directory={counts}", f"launch.slots={slots}",
         "launch.on_env_error=restart", "launch.max_restarts=100_000", "launch.env_timeout_s=3",
         "faults=chaos", "faults.kill_worker_every_s=4", "faults.stop_worker_every_s=12",
-        "faults.raise_every_env_steps=4_000", "faults.hang_every_env_steps=40_000",
+        # Of its 10,000 env steps an evaluation must make all without one.
+        "faults.raise_every_env_steps=40_000", "faults.hang_every_env_steps=400_000",
         "replay.capacity=10_000", "trainer.evaluate_every_env_steps=20_000",
         "trainer.checkpoint_every_env_steps=10_000", "trainer.keep_last=2",
     ]  # fmt: skip
