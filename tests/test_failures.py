@@ -164,6 +164,8 @@ def test_a_signal_while_workers_start_ends_the_run(tmp_path: Path) -> None:
         command.signal(signal.SIGINT, group=True)
         command.wait(10)
         assert command.leaves_nothing()
+    assert "Saved" not in command.err
+    assert "there was nothing to save" in command.err
     assert command.code == 130, command.err
     assert "Traceback" not in command.err
 
