@@ -16,6 +16,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from actorlearner import envstate
 from actorlearner.contracts import (
     OBSERVATION,
     Array,
@@ -266,6 +267,20 @@ class EnvAdapter:
                     f"{self.spec.name}: reset gave {key} of {given}; its observation space "
                     f"promises {promised}, which can't hold fractions"
                 )
+
+    def get_state(self) -> dict[str, Any] | None:
+        """Where it stands, as data for `set_state`; None if its environment can't tell."""
+        state = envstate.get_state(self.env)
+        return None if state is None else {**state, "lives": self._lives}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Put it where another one stood that was made alike; it must have been reset.
+
+        Raises:
+            ValueError: it was made otherwise.
+        """
+        envstate.set_state(self.env, state)
+        self._lives = state["lives"]
 
     @property
     def fps(self) -> float:

@@ -553,12 +553,19 @@ class StreamState:
         actions: ``[k, ...]``, those taken in it so far; None to start the episode afresh.
         observation: the last one, to compare with after the actions were repeated.
         policy_state: each ``[...]``: that of the stream's column (`Unroll`).
+        env_state: where its environment and its worker stood then, see `Launcher.env_states`; None
+            if it is not known.
     """
 
     episode: int
     actions: Array | None = None
     observation: Observation | None = None
     policy_state: Mapping[str, Array] = field(default_factory=dict)
+    env_state: Any = None
+
+
+EnvStates: TypeAlias = dict[int, tuple[int, Any]]
+"""By stream: the number of the last unroll, and data for `StreamState.env_state`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1050,6 +1057,17 @@ class Launcher(Protocol):
         """
         ...
 
+    def env_states(self) -> EnvStates:
+        """Where the streams stand after the unrolls gathered last; in lockstep only.
+
+        Streams whose environments can't tell are left out, as are those that nothing was gathered
+        of yet.
+
+        Raises:
+            WorkerError: a worker failed, and is not replaced.
+        """
+        ...
+
     def metrics(self) -> dict[str, float]:
         """Numbers for the log: ``restarts`` and ``rows_dropped`` so far."""
         ...
@@ -1135,6 +1153,7 @@ __all__ = [
     "CheckpointError",
     "EnvFactory",
     "EnvSpec",
+    "EnvStates",
     "Episode",
     "EvaluationRequest",
     "EvaluationResult",

@@ -55,6 +55,15 @@ class FrameStack:
             if first.any():
                 frames[first] = newest[first][:, None]
 
+    def get_state(self, column: int) -> dict[str, Array]:
+        """The frames of ``column``, copied."""
+        return {key: frames[column].copy() for key, frames in self._frames.items()}
+
+    def set_state(self, column: int, state: Mapping[str, Array]) -> None:
+        """Make ``state`` the frames of ``column``."""
+        for key, frames in self._frames.items():
+            frames[column] = state[key]
+
     def over(self, observation: Observation) -> Observation:
         """``observation`` (``[B, ...]``) with the stacks instead of the frames pushed last.
 

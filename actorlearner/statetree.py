@@ -158,6 +158,19 @@ class Packed:
             yield from entry.chunks()
 
 
+def alike(one: Any, other: Any) -> bool:
+    """Whether both states hold the same.
+
+    Raises:
+        TypeError: one holds something that can't be stored.
+    """
+    a, b = (Packed.of(state, "state") for state in (one, other))
+    return a.skeleton == b.skeleton and all(
+        all(map(np.array_equal, a.entries[key].chunks(), b.entries[key].chunks()))
+        for key in a.entries
+    )
+
+
 class _Encoder:
     """Turns a state into JSON and collects its arrays."""
 
@@ -180,6 +193,8 @@ class _Encoder:
             return value if abs(value) <= 1 << 53 else {"$int": hex(value)}
         if type(value) is float:
             return value if math.isfinite(value) else {"$float": repr(value)}
+        if type(value) is bytes:
+            return self._encode_array("$bytes", np.frombuffer(value, np.uint8), path)
         if type(value) is list:
             return [self.encode(item, (*path, str(i))) for i, item in enumerate(value)]
         if type(value) is tuple:
@@ -274,6 +289,8 @@ def _decode_array(kind: str, content: Any, tensors: Mapping[str, torch.Tensor]) 
         return torch.from_numpy(array)
     if kind == "$array":
         return array
+    if kind == "$bytes":
+        return array.tobytes()
     if kind == "$scalar":
         return array[()]
     raise ValueError(f"{kind} stands for nothing")

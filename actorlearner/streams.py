@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from actorlearner.contracts import Array, StreamState, Unroll
+from actorlearner.contracts import Array, EnvStates, StreamState, Unroll
 
 
 def assign_streams(workers: int, envs_per_worker: int) -> list[tuple[int, ...]]:
@@ -38,7 +38,8 @@ class StreamLedger:
     """Where every stream stands, told from the unrolls alone.
 
     An unroll that never arrived does not exist, so this is the truth to resume from. With
-    ``record_actions`` (lockstep) an episode can be rebuilt from its seed and its actions.
+    ``record_actions`` (lockstep) an episode can be rebuilt from its seed and its actions, or from
+    the state of its environment where that is known.
     """
 
     def __init__(self, num_streams: int, record_actions: bool) -> None:
@@ -55,6 +56,7 @@ class StreamLedger:
         self._actions: list[list[Array]] = [[] for _ in range(num_streams)]
         self._observation: list[dict[str, Array]] = [{} for _ in range(num_streams)]
         self._policy_state: list[dict[str, Array]] = [{} for _ in range(num_streams)]
+        self._env_state: list[Any] = [None] * num_streams
 
     def note(self, unroll: Unroll) -> None:
         """Follow the streams of ``unroll`` to its end."""
@@ -63,6 +65,7 @@ class StreamLedger:
             if skipped:  # the worker says: so many episodes on, started anew
                 self._begin(stream, self._episode[stream] + skipped)
             self._sequence[stream] = unroll.sequence
+            self._env_state[stream] = None
             valid = unroll.valid[:, column]
             resets = np.flatnonzero(~valid)
             if len(resets):
@@ -76,6 +79,12 @@ class StreamLedger:
                 self._policy_state[stream] = {
                     name: array[column].copy() for name, array in unroll.policy_state.items()
                 }
+
+    def note_env_states(self, states: EnvStates) -> None:
+        """Keep ``states``, but for those of another moment than the streams stand at."""
+        for stream, (sequence, state) in states.items():
+            if sequence == self._sequence[stream]:
+                self._env_state[stream] = state
 
     def _begin(self, stream: int, episode: int) -> None:
         self._episode[stream] = episode
@@ -113,28 +122,32 @@ class StreamLedger:
                 np.array(self._actions[s]),
                 self._observation[s],
                 self._policy_state[s],
+                self._env_state[s],
             )
             for s in streams
         )
         return last[0] + 1, states
 
     def state_dict(self) -> dict[str, Any]:
-        """Sequence, episode, actions, last observation and policy state of each stream."""
+        """Of each stream where it stands, and what its episode can be rebuilt from."""
         return {
             "sequence": list(self._sequence),
             "episode": list(self._episode),
             "actions": [np.array(actions) for actions in self._actions],
             "observation": list(self._observation),
             "policy_state": list(self._policy_state),
+            "env_state": list(self._env_state),
         }
 
     def load_state_dict(self, state: Any) -> None:
         """Go back to ``state``; streams that it does not know start at the beginning."""
-        # A checkpoint of before there were recurrent policies has none.
+        # Older checkpoints lack what came later.
         remembered = state.get("policy_state", [{}] * len(state["sequence"]))
+        env_states = state.get("env_state", [None] * len(state["sequence"]))
         for stream in range(min(len(self._sequence), len(state["sequence"]))):
             self._sequence[stream] = state["sequence"][stream]
             self._episode[stream] = state["episode"][stream]
             self._actions[stream] = list(state["actions"][stream])
             self._observation[stream] = dict(state["observation"][stream])
             self._policy_state[stream] = dict(remembered[stream])
+            self._env_state[stream] = env_states[stream]

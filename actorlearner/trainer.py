@@ -567,6 +567,8 @@ class Trainer:
         if self._replay_buffer is None:
             raise LauncherClosed("there is nothing to save before fit()")
         self._feedback.flush()
+        if self.settings.lockstep and self._running_launcher is not None:
+            self._progress.ledger.note_env_states(self._running_launcher.env_states())
         write = self._run_state(model, self._replay_buffer).capture(
             self.settings.run_dir,
             texts=self._config_texts(),
@@ -789,6 +791,8 @@ class Trainer:
                 return
             is_signal = self._interrupts.signal is not None
             logger.warning("%s: saving and closing", "interrupted" if is_signal else "failed")
+            if not is_signal:
+                self._running_launcher = None  # its workers may be what failed
             self._save(model)
             self._finish_save()
         except Exception:  # of a callback, say: what came first is to be told

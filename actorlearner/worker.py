@@ -20,6 +20,7 @@ from actorlearner.contracts import (
     BadInput,
     EnvFactory,
     EnvSpec,
+    EnvStates,
     Episode,
     EvaluationRequest,
     EvaluationResult,
@@ -36,6 +37,7 @@ from actorlearner.contracts import (
 )
 from actorlearner.frames import FrameStack
 from actorlearner.pulse import Pulse
+from actorlearner.statetree import Packed, alike
 from actorlearner.streams import stream_seed
 from actorlearner.video import RENDER_MODE, Film
 
@@ -79,6 +81,7 @@ class EnvWorker:
         self._evaluation_envs = SeparateEnvs([])
         self._filmable = 0  # of these, the first ones
         self._sequence = spec.first_sequence
+        self._tells_state = True
         self._snapshot: Snapshot | None = None
 
     def open(self) -> None:
@@ -110,10 +113,13 @@ class EnvWorker:
     # ------------------------------------------------------------------------- beginning
 
     def _begin(self) -> None:
-        """Bring each stream to where it stood: start its episode, and repeat its actions."""
+        """Bring each stream to where it stood: start its episode, then go to that place in it."""
         self._has_begun = True
         states = self.spec.stream_states or tuple(StreamState(0) for _ in self.spec.streams)
         self._start_episodes([state.episode for state in states])
+        if self._restore(states):
+            self._remember(states)
+            return
         differ = self._repeat(states)
         if not differ:
             self._remember(states)
@@ -149,6 +155,80 @@ class EnvWorker:
         self._episode_score.clear()
         self._life_score.clear()
         self._stack.push(self._observation, self._first_B)
+
+    def _restore(self, states: Sequence[StreamState]) -> bool:
+        """Put the environments where they stood, if ``states`` tell; else they are as before."""
+        if not all(state.env_state for state in states):
+            return False
+        self.phase = "giving the environment its state"
+        try:
+            for column, state in enumerate(states):
+                self._restore_column(column, state)
+                self.pulse.beat()
+        except Exception as error:  # an environment may raise anything
+            self.notes.append(
+                f"{self.spec.env_factory.name} did not take its state back "
+                f"({type(error).__name__}: {error}); its episodes are rebuilt from their actions"
+            )
+            self._start_episodes([state.episode for state in states])
+            return False
+        return True
+
+    def _restore_column(self, column: int, state: StreamState) -> None:
+        assert isinstance(self._envs, SeparateEnvs)  # in lockstep they are
+        adapter, held = self._envs.adapters[column], state.env_state
+        adapter.set_state(held["env"])
+        if not alike(adapter.get_state(), held["env"]):
+            raise ValueError("get_state() after set_state(state) gives another state")
+        for key, array in (state.observation or {}).items():
+            self._observation[key][column] = array
+        self._stack.set_state(column, held["frames"])
+        self._rests_B[column], self._first_B[column] = held["rests"], held["first"]
+        self._episode_score.set_state(column, held["episode_score"])
+        self._life_score.set_state(column, held["life_score"])
+
+    def env_states(self) -> EnvStates:
+        """See `contracts.Launcher.env_states`: of the streams of this worker."""
+        if not (self._has_begun and self._tells_state):
+            return {}
+        before, self.phase = self.phase, "taking the environment's state"
+        states: EnvStates = {}
+        try:
+            for column, stream in enumerate(self.spec.streams):
+                state = self._env_state(column)
+                if state is None:
+                    self._tells_state = False
+                    return {}
+                Packed.of(state, "get_state()")  # it can be stored
+                states[stream] = self._sequence - 1, state
+                self.pulse.beat()
+        except Exception as error:  # an environment may raise anything
+            self._tells_state = False
+            self.notes.append(
+                f"{self.spec.env_factory.name} does not tell its state "
+                f"({type(error).__name__}: {error}); a resumed run rebuilds episodes from their "
+                "actions"
+            )
+            return {}
+        self.phase = before
+        return states
+
+    def _env_state(self, column: int) -> dict[str, Any] | None:
+        if not isinstance(self._envs, SeparateEnvs):
+            return None
+        env_state = self._envs.adapters[column].get_state()
+        return (
+            None
+            if env_state is None
+            else {
+                "env": env_state,
+                "frames": self._stack.get_state(column),
+                "rests": bool(self._rests_B[column]),
+                "first": bool(self._first_B[column]),
+                "episode_score": self._episode_score.get_state(column),
+                "life_score": self._life_score.get_state(column),
+            }
+        )
 
     def _repeat(self, states: Sequence[StreamState]) -> list[int]:
         """Repeat the actions of ``states``; the columns that did not come to where they stood."""
@@ -440,6 +520,14 @@ class Score:
     def clear(self) -> None:
         """All columns begin anew."""
         self._return_B[:], self._length_B[:] = 0.0, 0
+
+    def get_state(self, column: int) -> list[float]:
+        """Sum and count of ``column``."""
+        return [float(self._return_B[column]), float(self._length_B[column])]
+
+    def set_state(self, column: int, state: Sequence[float]) -> None:
+        """Make ``column`` stand at ``state``."""
+        self._return_B[column], self._length_B[column] = state
 
     def add(self, reward_B: NDArray[np.floating], valid_B: NDArray[np.bool_]) -> None:
         """Count one row."""

@@ -43,6 +43,7 @@ FLOORS = {
     "interrupts": 1,
     "background": 1,
     "pulse": 1,
+    "envstate": 1,
     "messages": 1,
     "onnx_export": 1,
     "callbacks": 1,
@@ -255,7 +256,7 @@ def test_the_trainer_knows_contracts_only(name: str) -> None:
 
 def test_every_library_has_its_place() -> None:
     suites = {"suites", "dmc", "crafter"}
-    others = {"adapter", "columns", "envs", "faults", "launch._zygote"}
+    others = {"adapter", "columns", "envs", "envstate", "faults", "launch._zygote"}
     assert importers_of("gymnasium") == others | suites
     assert importers_of("gymnasium", for_types=True) == {"contracts"}
     assert importers_of("hydra") == {"run"}

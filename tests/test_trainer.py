@@ -1034,6 +1034,41 @@ class TestCheckpoints:
         assert told == [1]
         assert caplog.text.count("Moody gave other observations when streams [0] repeated") == 1
 
+    def test_environments_go_on_from_their_own_state(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """One whose episodes follow from no seed; only what it tells brings them back."""
+
+        class Moody(Treadmill):
+            mood = 0.0
+
+            def __init__(self) -> None:
+                super().__init__(truncates=True, shows_step=False, limit=10**6)
+                self._mood = Moody.mood
+
+            def _observe(self) -> Any:
+                return super()._observe() * self._mood
+
+            def get_state(self) -> Any:
+                return [self._mood, self._step]
+
+            def set_state(self, state: Any) -> None:
+                self._mood, self._step = state
+
+        def run(**changes: Any) -> dict[str, Any]:
+            model = dqn()
+            trainer_of(evaluation={"episodes": 1, "step_limit": 5}, **changes).fit(
+                Moody, replay(), model
+            )
+            return model.state_dict()
+
+        Moody.mood = 0.5
+        wanted = run()
+        run(run_dir=tmp_path, total_steps=32)
+        Moody.mood = 0.75  # what is made from now on is another
+        torch.testing.assert_close(run(checkpoint=tmp_path), wanted, rtol=0, atol=0)
+        assert "Moody" not in "".join(m for m in caplog.messages if "Training" not in m)
+
     def test_i11_the_log_goes_on_from_the_checkpoint(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -1,8 +1,9 @@
 """The life of a child process: probe an environment, collect unrolls, or evaluate.
 
 A child says ``(kind, payload)`` over its pipe: ``ready``, ``notes`` (for the user), ``commit``
-(which slot is full), ``result`` (of a probe or an evaluation) or ``failure``. It is told what to do
-next by a slot number or an evaluation, and to end by None or the end of the pipe.
+(which slot is full), ``states`` (see `Launcher.env_states`), ``result`` (of a probe or an
+evaluation) or ``failure``. It is told what to do next by a slot number, `TELL_STATES` or an
+evaluation, and to end by None or the end of the pipe.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ from actorlearner.streams import stream_seed
 
 if TYPE_CHECKING:
     from actorlearner.worker import EnvWorker
+
+TELL_STATES = -1
+"""Where a slot number could stand."""
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _NUMBERS = ("stream", "row", "ret", "length")  # of an `Episode`; the rest of it is `info`
@@ -343,14 +347,23 @@ def _collect(
         index = connection.recv()
         if index is None:
             return
+        if index == TELL_STATES:
+            states = worker.env_states()
+            _send_notes(worker, connection)
+            connection.send(("states", states))
+            continue
         waited = time.perf_counter() - since
         slot = by_index[index]
         worker.collect(snapshots.read(), slot.unroll)
         slot.unroll.seconds["wait"] = waited
-        if worker.notes:
-            connection.send(("notes", worker.notes))
-            worker.notes = []
+        _send_notes(worker, connection)
         connection.send(("commit", slot.commit(index)))
+
+
+def _send_notes(worker: EnvWorker, connection: Connection) -> None:
+    if worker.notes:
+        connection.send(("notes", worker.notes))
+        worker.notes = []
 
 
 def _evaluate(worker: EnvWorker, connection: Connection, snapshots: SnapshotBuffer) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from actorlearner.contracts import (
     EnvFactory,
     EnvSpec,
+    EnvStates,
     EvaluationRequest,
     EvaluationResult,
     Failure,
@@ -127,6 +128,15 @@ class InlineLauncher(LauncherBase):
                 worker.close()
                 attempt += 1
                 worker = EnvWorker(self._go_on(spec, attempt) if spec.index >= 0 else spec)
+
+    def env_states(self) -> EnvStates:
+        """See `contracts.Launcher`."""
+        states: EnvStates = {}
+        for worker in self._workers:
+            states |= worker.env_states()
+            self.notes += worker.notes
+            worker.notes = []
+        return states
 
     def metrics(self) -> dict[str, float]:
         """See `contracts.Launcher`."""

@@ -35,6 +35,7 @@ from actorlearner.contracts import (
     Array,
     EnvFactory,
     EnvSpec,
+    EnvStates,
     EvaluationRequest,
     EvaluationResult,
     Failure,
@@ -47,6 +48,7 @@ from actorlearner.contracts import (
 )
 from actorlearner.launch import LauncherBase, raise_failures
 from actorlearner.launch._child import (
+    TELL_STATES,
     Commit,
     Slot,
     SnapshotBuffer,
@@ -187,6 +189,16 @@ class LocalLauncher(LauncherBase):
             child, slot = self._credits.popleft()
             child.order(slot)
 
+    def env_states(self) -> EnvStates:
+        """See `contracts.Launcher`."""
+        asked = [child for child in self._children if child.has_done and not child.is_lost]
+        for child in asked:
+            child.order(TELL_STATES)
+        states: EnvStates = {}
+        for child in asked:
+            states |= self._expect(child)
+        return states
+
     def metrics(self) -> dict[str, float]:
         """See `contracts.Launcher`."""
         return self._restarts.metrics()
@@ -325,8 +337,12 @@ class LocalLauncher(LauncherBase):
         if kind in ("ready", "notes"):
             self.notes += payload or []
             return None
-        if child.role == "collect":
+        if kind == "states":
+            child.done(TELL_STATES)
+        elif child.role == "collect":
             child.done(payload.slot)
+            assert child.spec is not None
+            child.rows_done += child.spec.unroll_length
         elif child.role == "evaluate":
             child.done(*child.owes)
             self._result = payload
@@ -407,6 +423,7 @@ class _Child:
         attempt: how often in a row its process was lost before it had done anything.
         due_at: when to replace one that is lost, `time.monotonic` seconds.
         errors: how many of these attempts ended with an exception.
+        rows_done: that its process handed over.
     """
 
     process: Any
@@ -434,7 +451,7 @@ class _Child:
         self._looked_at = time.monotonic()
         self._silence_s = 0.0
         self._pulse_seen = self.pulse.tolist()
-        self._rows_done = 0
+        self.rows_done = 0
 
     def send(self, message: Any) -> None:
         """Tell it; that it is gone will show when it is next listened to."""
@@ -454,8 +471,6 @@ class _Child:
         self.owes.remove(message)
         self.has_done = True
         self.attempt = self.errors = 0
-        if self.spec is not None:
-            self._rows_done += self.spec.unroll_length
 
     def has_message(self) -> bool:
         """Whether it has said something, if only that it ended."""
@@ -490,7 +505,7 @@ class _Child:
         """Rows that its process stepped and handed to nobody."""
         if self.spec is None or self.role != "collect":
             return 0
-        return (int(self.pulse[0]) - self._rows_done) * len(self.spec.streams)
+        return (int(self.pulse[0]) - self.rows_done) * len(self.spec.streams)
 
     @property
     def phase(self) -> str:

@@ -28,6 +28,7 @@ import pytest
 from gymnasium import spaces
 
 from actorlearner.adapter import EnvAdapter
+from actorlearner.assembly import going_on
 from actorlearner.contracts import (
     BadInput,
     EvaluationRequest,
@@ -41,7 +42,7 @@ from actorlearner.contracts import (
 from actorlearner.envs import GymEnvFactory
 from actorlearner.launch.inline import InlineLauncher
 from actorlearner.launch.local import LocalLauncher, start_processes
-from actorlearner.streams import stream_seed
+from actorlearner.streams import StreamLedger, stream_seed
 from actorlearner.worker import EnvWorker
 from tests.environments import (
     Misbehaves,
@@ -294,6 +295,62 @@ def test_notes_are_told_once(kind):
         ends = [note.rpartition("; ")[2] for note in launcher.notes]
     wanted = "the episodes of streams {} were started anew"
     assert sorted(ends) == [wanted.format(streams) for streams in ([0, 1], [2, 3])]
+
+
+class PlacesTell(Places):
+    """Tell their state, slowly if asked to: there is time to lose them meanwhile."""
+
+    sleeps_s = 0.0
+
+    def get_state(self) -> Any:
+        time.sleep(self.sleeps_s)
+        return self.place
+
+    def set_state(self, state: Any) -> None:
+        self.place[:] = state
+
+
+@pytest.mark.parametrize("kind", ["inline", "forkserver"])
+def test_where_streams_stand(kind):
+    specs = worker_specs(*[GymEnvFactory.of(PlacesTell)] * 2, seed_every_episode=True)
+    with launcher_of(kind, lockstep=True) as launcher:
+        launcher.start(specs, snapshot(0))
+        assert launcher.env_states() == {}
+        for sequence in range(3):
+            unrolls = list(launcher.gather(1.0, always))
+            states = launcher.env_states()
+            assert sorted(states) == [0, 1, 2, 3]
+            for unroll in unrolls:
+                for column, stream in enumerate(map(int, unroll.streams)):
+                    number, state = states[stream]
+                    assert number == sequence
+                    place = unroll.observation["observation"][-1, column]
+                    np.testing.assert_array_equal(state["env"]["layers"][0], place)
+        assert launcher.notes == []
+
+
+def test_a_worker_that_is_lost_while_it_tells_where_it_stands():
+    """It is asked again when it has begun again; nothing else is different."""
+
+    class Slow(PlacesTell):
+        sleeps_s = 0.3
+
+    ledger = StreamLedger(2, record_actions=True)
+    (spec,) = worker_specs(GymEnvFactory.of(Slow), seed_every_episode=True)
+    with launcher_of("forkserver", lockstep=True) as launcher:
+        launcher.start([spec], snapshot(0), lambda spec, attempt: going_on(spec, ledger, attempt))
+        checker = RowChecker(3, seed_every_episode=True)
+        for number in range(3):
+            if number:
+                pid = launcher._children[0].process.pid
+                killer = threading.Timer(0.1, os.kill, (pid, signal.SIGKILL))
+                killer.start()
+                ledger.note_env_states(launcher.env_states())
+                killer.join()
+            for unroll in launcher.gather(1.0, always):
+                checker.check(unroll)
+                ledger.note(unroll)
+        assert sum("SIGKILL" in note for note in launcher.notes) == 2
 
 
 def test_eight_workers_first_step():

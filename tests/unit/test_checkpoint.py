@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import json
@@ -30,6 +31,7 @@ from hypothesis.extra import numpy as st_np
 
 from actorlearner import checkpoint, rows
 from actorlearner.contracts import CheckpointError
+from actorlearner.statetree import alike
 from tests.scripted import ScriptedWorker
 from tests.unit.test_rows import make_store
 
@@ -107,6 +109,7 @@ KEYS = st.one_of(
 )
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.integers(2**53, 2**200), st.floats(), st.text(),
+    st.binary(max_size=9),
     tensors(), arrays(), arrays().filter(lambda a: a.size > 0).map(lambda a: a.reshape(-1)[0]),
 )  # fmt: skip
 TREES = st.recursive(
@@ -129,6 +132,16 @@ class TestStateTrees:
         directory = tmp_path_factory.mktemp("tree")
         assert_same(round_trip(directory, state), state)
         shutil.rmtree(directory)
+
+    @given(one=TREES, other=TREES)
+    @settings(max_examples=150, deadline=None)
+    def test_states_are_alike_where_nothing_differs(self, one: Any, other: Any) -> None:
+        try:
+            assert_same(one, other)
+        except AssertionError:
+            assert not alike([one, 1], [other, 1])
+        assert alike([one, 1], copy.deepcopy([one, 1]))
+        assert not alike([one, np.zeros(2)], [one, np.array([0, -0.0])])
 
     def test_colliding_paths_stay_apart(self, tmp_path: Path) -> None:
         state = {

@@ -180,6 +180,113 @@ def test_goes_on_at_every_row_of_an_episode(cut):
         checker.check(collected(resumed))
 
 
+class Tells(Forgets):
+    """Can be had again only from what it tells: it draws from a generator that nobody seeds."""
+
+    given: ClassVar[list[Any]] = []
+    takes = True
+
+    def get_state(self) -> Any:
+        return {"at": self.at}
+
+    def set_state(self, state: Any) -> None:
+        self.given.append(state)
+        if not self.takes:
+            raise RuntimeError("not today")
+        self.at = state["at"]
+
+
+@pytest.fixture
+def tells(monkeypatch: pytest.MonkeyPatch) -> type[Tells]:
+    monkeypatch.setattr(Tells, "given", [])
+    monkeypatch.setattr(Tells, "takes", True)
+    return Tells
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**16), unroll_length=st.integers(1, 9), cut=st.integers(1, 8))
+def test_goes_on_from_what_its_environments_tell(seed, unroll_length, cut):
+    """Also where their episodes follow from no seed: scores, resets and all."""
+    (spec,) = lockstep(
+        GymEnvFactory.of(Tells, {"action_space": spaces.Discrete(3)}),
+        seed=seed, unroll_length=unroll_length,
+    )  # fmt: skip
+    whole, ledger = opened(spec), StreamLedger(2, record_actions=True)
+    for _ in range(cut):
+        ledger.note(collected(whole))
+    ledger.note_env_states(whole.env_states())
+    first_sequence, states = saved_and_loaded(ledger, 2).going_on(spec.streams)
+    resumed = opened(spec, first_sequence=first_sequence, stream_states=states)
+    for _ in range(20 // unroll_length):
+        one, other = collected(whole), collected(resumed)
+        if not one.valid.all():  # the next episodes of the two have nothing in common
+            break
+        assert_equal(one, other)
+    assert resumed.notes == []
+
+
+def test_a_state_of_another_moment_is_not_taken(tells):
+    """One from before the last unroll, or from after it."""
+    (spec,) = lockstep(GymEnvFactory.of(tells, {"action_space": spaces.Discrete(3)}))
+    worker, ledger = opened(spec), StreamLedger(2, record_actions=True)
+    assert worker.env_states() == {}  # nothing has begun
+    ledger.note(collected(worker))
+    early = worker.env_states()
+    ledger.note_env_states(early)
+    assert all(state.env_state for state in ledger.going_on(spec.streams)[1])
+    unroll = collected(worker)
+    ledger.note_env_states(worker.env_states())  # it has gone on, and nobody took that in
+    assert all(s.env_state == early[i][1] for i, s in enumerate(ledger.going_on(spec.streams)[1]))
+    ledger.note(unroll)
+    ledger.note_env_states(early)
+    assert not any(state.env_state for state in ledger.going_on(spec.streams)[1])
+
+
+@pytest.mark.parametrize("how", ["raises", "gives another"])
+def test_an_environment_that_does_not_take_its_state_back(how, tells, monkeypatch):
+    """Its episodes are rebuilt; that is told once."""
+
+    class Follows(tells):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return Walk.reset(self, seed=seed)
+
+    if how == "gives another":
+        monkeypatch.setattr(Follows, "set_state", lambda self, state: None)
+    factory = GymEnvFactory.of(Follows, {"action_space": spaces.Discrete(3)})
+    (spec,) = lockstep(factory, unroll_length=2)  # no episode is as short
+    worker, ledger = opened(spec), StreamLedger(2, record_actions=True)
+    ledger.note(collected(worker))
+    ledger.note_env_states(worker.env_states())
+    Follows.takes = False
+    first_sequence, states = ledger.going_on(spec.streams)
+    resumed = opened(spec, first_sequence=first_sequence, stream_states=states)
+    for _ in range(3):
+        assert_equal(collected(worker), collected(resumed))
+    (note,) = resumed.notes
+    assert note.startswith("Follows did not take its state back (")
+    assert ("RuntimeError: not today" in note) == (how == "raises")
+
+
+@pytest.mark.parametrize("gives", [object(), ZeroDivisionError("no")])
+def test_an_environment_whose_state_can_not_be_had(gives, tells):
+    """That is told once, and ends nothing."""
+
+    class Odd(tells):
+        def get_state(self) -> Any:
+            if isinstance(gives, Exception):
+                raise gives
+            return gives
+
+    (spec,) = lockstep(GymEnvFactory.of(Odd, {"action_space": spaces.Discrete(3)}))
+    worker = opened(spec)
+    for _ in range(2):
+        collected(worker)
+        assert worker.env_states() == {}
+    (note,) = worker.notes
+    assert note.startswith("Odd does not tell its state (")
+    assert "rebuilds episodes from their actions" in note
+
+
 def test_a_fresh_start():
     assert StreamLedger(4, record_actions=True).going_on((2, 3)) == (0, ())
 
