@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from actorlearner.contracts import ArraySpec, UnsupportedSpace
 
 Torso: TypeAlias = Literal["auto", "mlp", "nature", "minatar", "impala"]
 """What images go through first (`Encoder`)."""
+
+Precision: TypeAlias = Literal["float32", "bfloat16"]
+"""What layers compute in (`autocast`)."""
 
 LinearLayer: TypeAlias = Callable[[int, int], nn.Module]
 """Makes a linear layer of so many inputs and outputs: `torch.nn.Linear`, `NoisyLinear`."""
@@ -33,6 +37,13 @@ IMPALA_CHANNELS = (16, 32, 32)
 """Of each section of the residual torso ``impala`` (Espeholt et al. 2018, figure 3, right)."""
 IMPALA_SMALLEST_SIDE = 16
 """Pixels, of which its three poolings leave two."""
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
+    """Where layers compute in ``precision``, whatever their parameters are in."""
+    if precision == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
 
 
 class Encoder(nn.Module):

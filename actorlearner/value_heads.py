@@ -85,8 +85,7 @@ class Expected(Distribution):
 
     def loss(self, target: Expected) -> Tensor:
         """Huber loss (Mnih et al. 2015: errors clipped at 1)."""
-        goal_B = target.value.to(self.value.dtype)
-        return functional.smooth_l1_loss(self.value, goal_B, reduction="none")
+        return functional.smooth_l1_loss(self.value, target.value, reduction="none")
 
 
 @dataclass(eq=False)
@@ -206,7 +205,7 @@ class ExpectedHead(ValueHead):
 
     def forward(self, features_BF: Tensor, layers: Layers) -> Expected:
         """See `ValueHead`."""
-        return Expected(layers(features_BF))
+        return Expected(_at_least_float32(layers(features_BF)))
 
 
 class CategoricalHead(ValueHead):

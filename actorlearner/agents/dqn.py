@@ -34,7 +34,16 @@ from actorlearner.contracts import (
     UnsupportedSpace,
 )
 from actorlearner.joint_actions import JointActions
-from actorlearner.networks import MLP, DuelingHead, Encoder, LinearLayer, NoisyLinear, Torso
+from actorlearner.networks import (
+    MLP,
+    DuelingHead,
+    Encoder,
+    LinearLayer,
+    NoisyLinear,
+    Precision,
+    Torso,
+    autocast,
+)
 from actorlearner.onnx_export import export_action_values
 from actorlearner.schedules import check_knots, piecewise
 from actorlearner.value_heads import (
@@ -63,6 +72,8 @@ class DQNSettings(Settings):
     """Of Adam: a number, or knots (env steps, rate), linear between, constant after."""
     adam_epsilon: float = setting(1e-8, above=0)
     """Of Adam."""
+    precision: Precision = "float32"
+    """Of encoder and hidden layers in learning; parameters, heads and losses stay in float32."""
     batch_size: int = setting(64, low=1)
     """Transitions per update."""
     gamma: float = setting(0.99, low=0, high=1)
@@ -183,19 +194,25 @@ class QNetwork(nn.Module):
         if after:
             self.head = nn.Sequential(*last, self.head)
 
-    def forward(self, observation: Mapping[str, Tensor]) -> Tensor:
+    def forward(
+        self, observation: Mapping[str, Tensor], precision: Precision = "float32"
+    ) -> Tensor:
         """Expected returns ``[B, A]`` from tensors ``[B, *stacked_shape]``."""
-        return self.value_head.values(self._features(observation), self.head)
+        return self.value_head.values(self._features(observation, precision), self.head)
 
-    def distribution(self, observation: Mapping[str, Tensor]) -> Distribution:
+    def distribution(
+        self, observation: Mapping[str, Tensor], precision: Precision = "float32"
+    ) -> Distribution:
         """Returns of every action, to learn from, from tensors ``[B, *stacked_shape]``."""
-        returns: Distribution = self.value_head(self._features(observation), self.head)
+        returns: Distribution = self.value_head(self._features(observation, precision), self.head)
         return returns
 
-    def _features(self, observation: Mapping[str, Tensor]) -> Tensor:
-        dtype = next(self.parameters()).dtype
-        features: Tensor = self.hidden(self.encoder(observation, dtype))
-        return features
+    def _features(self, observation: Mapping[str, Tensor], precision: Precision) -> Tensor:
+        parameter = next(self.parameters())
+        with autocast(precision, parameter.device):
+            features: Tensor = self.hidden(self.encoder(observation, parameter.dtype))
+        # The head goes without: what tells actions apart is small beside what they are worth.
+        return features.to(parameter.dtype)
 
 
 def _value_head(settings: DQNSettings, features: int) -> ValueHead:
@@ -412,13 +429,14 @@ class DQN(nn.Module):
         2016, equation 4), or the maximum of ``Q_target`` where ``double`` is off. ``Z`` is the
         distribution of the return, ``Q`` its mean; with ``head=expected`` both are the same.
         """
-        taken = self.online.distribution(batch.observation).of(self._actions.number(batch.action))
+        s, observation, following = self.settings, batch.observation, batch.next_observation
+        taken = self.online.distribution(observation, s.precision).of(
+            self._actions.number(batch.action)
+        )
         with torch.no_grad():
-            following = self.target.distribution(batch.next_observation)
-            chooser_BA = (
-                self.online(batch.next_observation) if self.settings.double else following.mean
-            )
-            target = following.of(chooser_BA.argmax(1)).backup(batch.reward, batch.discount)
+            returns = self.target.distribution(following, s.precision)
+            chooser_BA = self.online(following, s.precision) if s.double else returns.mean
+            target = returns.of(chooser_BA.argmax(1)).backup(batch.reward, batch.discount)
         loss_B = taken.loss(target)
         loss = (batch.weight * loss_B).mean()
         value_B, target_B = taken.mean.detach(), target.mean

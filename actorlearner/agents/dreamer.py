@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,6 +57,7 @@ from actorlearner.distributions import (
     TwoHot,
     in_full,
 )
+from actorlearner.networks import Precision, autocast
 from actorlearner.optim import LaProp, linear_warmup
 from actorlearner.returns import lambda_return
 
@@ -106,7 +106,7 @@ class DreamerSettings(Settings):
     """Of LaProp."""
     square_decay: float = setting(0.999, low=0, below=1)
     """Of LaProp's mean square."""
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Precision = "float32"
     """Of matrix products in learning; parameters, states and losses stay in float32."""
     uniform_share: float = setting(0.01, low=0, below=1)
     """Of the uniform distribution in every categorical: latents and actions."""
@@ -640,11 +640,6 @@ class Dreamer(nn.Module):
                 ):
                     slow.lerp_(fast, self.settings.slow_critic_rate)
 
-    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        if self.settings.precision == "float32":
-            return nullcontext()
-        return torch.autocast(device.type, torch.bfloat16)
-
     # ----------------------------------------------------------------------- training steps
 
     def world_training_step(self, batch: SequenceBatch) -> StepOutput:
@@ -655,7 +650,7 @@ class Dreamer(nn.Module):
         are taken as constants here. Imagination uses the parameters as they are before this update,
         as if both steps were one.
         """
-        with self._autocast(batch.reward.device):
+        with autocast(self.settings.precision, batch.reward.device):
             return self._learn_world(batch)
 
     def _learn_world(self, batch: SequenceBatch) -> StepOutput:
@@ -768,7 +763,7 @@ class Dreamer(nn.Module):
         The actor follows the policy gradient of the advantage, the return against the critic's
         value, over the `ReturnScale` (Hafner et al. 2025, equation 6, for all kinds of actions).
         """
-        with self._autocast(carry.value.device):
+        with autocast(self.settings.precision, carry.value.device):
             return self._learn_controller(carry)
 
     def _learn_controller(self, carry: Imagined) -> StepOutput:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,24 @@ class TestLoss:
         assert output.loss.item() == pytest.approx(expected, rel=0.05)
         assert {p.grad.dtype for p in agent.online.parameters() if p.grad is not None} == {dtype}
         output.feedback["priority"].numpy()  # which NumPy must know
+
+    def test_bfloat16_is_near_float32(self) -> None:
+        """And tells actions apart whose values are large and nearly the same."""
+        losses = {}
+        for precision in ("float32", "bfloat16"):
+            agent = make(3, 2, dueling=True, hidden=(16,), precision=precision)
+            draw_networks(agent, seed=1)
+            with torch.no_grad():
+                agent.online.head.value[-1].bias.fill_(10_000)
+                agent.target.head.value[-1].bias.fill_(10_000)
+            output = agent.q_training_step(
+                replace(batch_of(2, 3, count=20), discount=torch.ones(20))
+            )
+            losses[precision] = output.loss.item()
+            output.loss.backward()
+            assert {p.grad.dtype for p in agent.online.parameters()} == {torch.float32}
+        assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.02)
+        assert losses["bfloat16"] != losses["float32"]
 
 
 class TestDistributions:
