@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import shlex
@@ -226,6 +227,51 @@ def test_learner_tells_where_the_time_goes(call: Call) -> None:
     assert all(ms > 0 for ms in result["parts_ms"].values())
     assert result["bare_ms"] > 0
     assert -1 < result["overhead_cpu"] < 10
+
+
+def test_training_tells_its_rate_beside_bare_updates(call: Call) -> None:
+    settings = "workers=0 agent.hidden=[16] agent.batch_size=16 samples_per_insert=4 device=cpu"
+    result = call("training", f"{settings} --seconds 0.3 --warmup 0.1 --pairs 2").result
+    assert len(result["pairs"]) == 2
+    for pair in result["pairs"]:
+        steps_per_update = pair["env_steps_per_s"] / pair["updates_per_s"]
+        assert steps_per_update == pytest.approx(4, rel=0.2)  # 16 rows of a batch, 4 of an insert
+        assert 0 < pair["ratio"] < 1.2
+        quotient = pair["updates_per_s"] / pair["bare_updates_per_s"]
+        assert pair["ratio"] == pytest.approx(quotient, abs=1e-3)
+
+
+PEER = """
+import json, sys
+with open("calls", "a") as file:
+    file.write("peer ")
+assert sys.argv[1:] == ["--n", "3", "--work", "w2", "--seconds", "7"]
+print("hello")
+print(json.dumps({"env_steps_per_s": 50}))
+"""
+
+
+def test_peers_take_turns(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "one.py").write_text(PEER)
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / "bin" / "python").symlink_to(sys.executable)
+    listed = {"w2": [("one", "venv", "one.py --n 3"), ("other", "venv", "absent.py")]}
+    (tmp_path / "run_peers.py").write_text(f"P = {str(tmp_path)!r}\nS = {listed}\n")
+    ours = f"""open({str(tmp_path / "runs" / "calls")!r}, "a").write("ours "); """
+    ours += """print('{"env_steps_per_s": 100}')"""
+    (tmp_path / "ours.py").write_text(ours)
+    peers = load("peers", monkeypatch)
+    monkeypatch.setattr(peers, "OURS", {"w2": (str(tmp_path / "ours.py"), "workers=2")})
+    line = f"--peers {tmp_path} --work w2 --seconds 7 --pairs 3 agent.gamma=0.9 --only "
+    result = call("peers", line + "one").result
+    assert (tmp_path / "runs" / "calls").read_text() == "ours peer peer ours ours peer "
+    assert (result["peer"], result["ratio"], result["ratios"]) == ("one", 2.0, [2.0] * 3)
+    assert result["settings"] == ["workers=2", "--seconds=7", "agent.gamma=0.9"]
+    with pytest.raises(RuntimeError, match=r"absent\.py.*told nothing"):
+        call("peers", line + "other")
+    with pytest.raises(argparse.ArgumentTypeError, match="there is no another"):
+        call("peers", line + "another")
 
 
 def test_learner_knows_sequences(call: Call) -> None:

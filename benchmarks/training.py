@@ -1,0 +1,124 @@
+"""Env steps and updates per second of training as a whole: workers, learner, and all between.
+
+    python benchmarks/training.py experiment=breakout_dqn workers=2 envs_per_worker=8
+
+A run of the Trainer is timed between two of its updates, after a warm-up; nothing is evaluated or
+written meanwhile. The *bare loop* is the arithmetic of an update alone (`learner.py`), with the
+same torch threads, which makes as many updates as the learner could if nothing else were to be
+done. Both take turns, and the ratio is the median of the pairwise ratios.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import learner
+import torch
+from common import OtherWork, Parts, argument_parser, facts, rate, report, run, say, table
+
+from actorlearner.assembly import learner_threads
+from actorlearner.callbacks import Callback
+from actorlearner.trainer import Trainer
+
+
+class Meter(Callback):
+    """Times a run between two of its updates, and stops it.
+
+    Attributes:
+        env_steps_per_s: of all workers.
+        updates_per_s: of the learner.
+    """
+
+    env_steps_per_s = updates_per_s = 0.0
+
+    def __init__(self, seconds: float, warmup: float) -> None:
+        """Time for ``seconds``, from ``warmup`` seconds after the first update on."""
+        self._seconds, self._warmup = seconds, warmup
+        self._first_update: float | None = None
+        self._began: tuple[float, int, int] | None = None
+
+    def after_update(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        """See `Callback`."""
+        now = time.perf_counter()
+        if self._first_update is None:
+            self._first_update = now
+        elif self._began is None:
+            if now - self._first_update >= self._warmup:
+                self._began = now, trainer.env_steps, trainer.updates
+        elif (wall_s := now - self._began[0]) >= self._seconds:
+            self.env_steps_per_s = (trainer.env_steps - self._began[1]) / wall_s
+            self.updates_per_s = (trainer.updates - self._began[2]) / wall_s
+            trainer.stop()
+
+
+def train(settings: Sequence[str], seconds: float, warmup: float) -> Meter:
+    """Run the Trainer until enough was measured."""
+    more = ("evaluation.episodes=1", "evaluation.step_limit=1", "trainer.console=off")
+    parts, meter = Parts.of([*settings, *more, "run_dir=null"]), Meter(seconds, warmup)
+    parts.trainer._callbacks.append(meter)
+    parts.trainer.fit(parts.factory, parts.store, parts.agent)
+    if not meter.updates_per_s:
+        raise RuntimeError("the run ended before enough was measured; raise total_steps")
+    return meter
+
+
+def bare_updates_per_s(settings: Sequence[str], seconds: float) -> float:
+    """What a loop of bare updates makes."""
+    parts = Parts.of(settings)
+    learner.build(parts, rows=5_000)
+    with learner_threads(parts.trainer.settings):
+        bare = learner.bare_loop(parts)
+        device = parts.trainer.device
+        wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        rate(bare, min(1.0, seconds), wait)
+        return rate(bare, seconds, wait)
+
+
+def main() -> None:
+    """Measure what the command line says, and tell."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
+    parser.add_argument("--warmup", type=float, default=5.0, help="seconds before each")
+    parser.add_argument("--pairs", type=int, default=5, help="of training and the bare loop")
+    args = parser.parse_intermixed_args()
+    machine = facts()
+    defaults = ["replay.capacity=20_000", "replay.warmup_env_steps=2_000"]
+    settings = [*defaults, *args.settings]
+    options = Parts.of(settings).trainer.settings
+    pairs = []
+    for _ in range(args.pairs):
+        others = OtherWork()
+        meter = train(settings, args.seconds, args.warmup)
+        bare = bare_updates_per_s(settings, args.seconds / 4)
+        pair = {
+            "env_steps_per_s": meter.env_steps_per_s,
+            "updates_per_s": meter.updates_per_s,
+            "bare_updates_per_s": bare,
+            "ratio": meter.updates_per_s / bare,
+            "other_cores": others.cores(),
+        }
+        pairs.append({name: round(value, 4) for name, value in pair.items()})
+    median = {name: statistics.median(pair[name] for pair in pairs) for name in pairs[0]}
+    say(f"{options.workers} workers of {options.envs_per_worker} envs")
+    head = ["pair", "env steps/s", "updates/s", "bare updates/s", "ratio", "cores of others"]
+    rows = [[str(number), *pair.values()] for number, pair in enumerate(pairs, 1)]
+    table(head, [*rows, ["median", *median.values()]])
+    result = {
+        "benchmark": "training",
+        **median,
+        "ratios": [pair["ratio"] for pair in pairs],
+        "pairs": pairs,
+        "workers": options.workers,
+        "envs_per_worker": options.envs_per_worker,
+        "seconds": args.seconds,
+        "settings": args.settings,
+        **machine,
+    }
+    report(result, args.out)
+
+
+if __name__ == "__main__":
+    run(main)
