@@ -207,11 +207,13 @@ def _kill_until_it_ends(
 ) -> None:
     arguments = [*preset, "device=cpu", "lockstep=true", "trainer.console=plain"]
     run, whole = directory / f"killed_{preset[-1]}", directory / f"whole_{preset[-1]}"
+    since = time.monotonic()
     _run(directory, [*arguments, f"run_dir={whole}"], None)
+    whole_s = time.monotonic() - since
     total, before = _newest(whole), 0
     while before < total:
         # From its start on, which takes as long as most of such a run.
-        after_s = generator.uniform(0.3, 6.0) if told["kills"] < count else None
+        after_s = generator.uniform(0.3, whole_s) if told["kills"] < count else None
         was_killed = _run(directory, [*arguments, f"run_dir={run}", "resume=auto"], after_s)
         after = _newest(run)
         assert after >= before, "a checkpoint was lost"
