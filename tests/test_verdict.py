@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +21,16 @@ from tests.tiny import Guess, Regressor, RegressorPolicy, SlowPolicy
 
 
 class SlowStore(ReplayBuffer):
-    """Takes its time to sample, or to give its state to a checkpoint."""
+    """Takes its time to sample, to take feedback, or to give its state to a checkpoint."""
 
-    def __init__(self, sample_s: float = 0.0, state_s: float = 0.0) -> None:
+    def __init__(
+        self, sample_s: float = 0.0, feedback_s: float = 0.0, state_s: float = 0.0
+    ) -> None:
         super().__init__(capacity=256, warmup_env_steps=8, prioritized=False)
-        self._sample_s, self._state_s = sample_s, state_s
+        self._sample_s, self._feedback_s, self._state_s = sample_s, feedback_s, state_s
+
+    def feed_back(self, keys: Any, feedback: Any) -> None:
+        time.sleep(self._feedback_s)
 
     def sample(self) -> Any:
         time.sleep(self._sample_s)
@@ -56,7 +62,8 @@ class SlowAgent(Regressor):
 
     def reward_step(self, batch: Batch) -> StepOutput:
         time.sleep(self._update_s)
-        return super().reward_step(batch)
+        output = super().reward_step(batch)
+        return replace(output, feedback={"priority": batch.reward})
 
 
 SLOW_ENV: dict[str, Any] = {"env": partial(Guess, sleep_s=0.005)}
@@ -68,8 +75,14 @@ FEW_SLOTS: dict[str, Any] = {
     "launch": {"slots": 1},
     "total_steps": 128,
 }
+IN_TURNS: dict[str, Any] = {
+    **FEW_SLOTS,
+    "model": partial(SlowAgent, update_s=0.03, batch_size=32),
+    "lockstep": True,
+}
 TIGHT_LIMITER: dict[str, Any] = {"samples_per_insert": 16.0}
-SLOW_REPLAY: dict[str, Any] = {"replay_buffer": partial(SlowStore, sample_s=0.03)}
+SLOW_SAMPLE: dict[str, Any] = {"replay_buffer": partial(SlowStore, sample_s=0.03)}
+SLOW_FEEDBACK: dict[str, Any] = {"replay_buffer": partial(SlowStore, feedback_s=0.03)}
 SLOW_UPDATE: dict[str, Any] = {"model": partial(SlowAgent, update_s=0.03)}
 SLOW_CHECKPOINT: dict[str, Any] = {
     "replay_buffer": partial(SlowStore, state_s=0.02),
@@ -84,14 +97,15 @@ SLOW_CHECKPOINT: dict[str, Any] = {
         (0, SLOW_ENV, "Environments took", "workers="),
         (0, SLOW_POLICY, "The policy took", "envs_per_worker="),
         (0, TIGHT_LIMITER, "samples_per_insert asked for", "samples_per_insert="),
-        (0, SLOW_REPLAY, "The replay took", "samples_per_insert="),
+        (0, SLOW_SAMPLE, "The replay took", "samples_per_insert="),
         (0, SLOW_UPDATE, "Updates took", "samples_per_insert="),
         (0, SLOW_CHECKPOINT, "Checkpoints took", "trainer.checkpoint_every_env_steps="),
         (1, SLOW_ENV, "Environments took", "workers="),
         (1, SLOW_POLICY, "The policy took", "envs_per_worker="),
         (1, FEW_SLOTS, "Workers waited for a free slot", "launch.slots="),
+        (1, IN_TURNS, "Environments took", "workers="),
         (1, TIGHT_LIMITER, "samples_per_insert asked for", "samples_per_insert="),
-        (1, SLOW_REPLAY, "The replay took", "samples_per_insert="),
+        (1, SLOW_FEEDBACK, "The replay took", "samples_per_insert="),
         (1, SLOW_UPDATE, "Updates took", "samples_per_insert="),
         (1, SLOW_CHECKPOINT, "Checkpoints took", "trainer.checkpoint_every_env_steps="),
     ],

@@ -138,7 +138,8 @@ class TestTrainingLines:
         def spend(part: str, updates: int) -> None:
             with log.split(part):
                 clock[0] += 5.0
-            log.note(unroll_of(seconds={"env": 1.0, "limiter": 4.0}), updates)
+            waits = 4.0 if updates else 0.0
+            log.note(unroll_of(seconds={"env": 5.0 - waits, "limiter": waits}), updates)
 
         for _ in range(4):
             spend("gather", 0)

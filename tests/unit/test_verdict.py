@@ -166,6 +166,7 @@ class TestACoreForTheLearner:
             {"busy_cores": 12.0},  # so it waited for something else
             {"layout": Layout(workers=8, cores=2, on_cpu=False)},  # say, for the GPU
             {"learner": {**LEARNING, "checkpoint": 20.0}},  # say, for the disk
+            {"learner": {**LEARNING, "evaluate": 5.0}, "learner_ran": 8.5},  # for that as well
         ],
     )
     def test_not_where_it_did_not_lack_one(self, changes: dict[str, Any]) -> None:
