@@ -275,7 +275,7 @@ def _helps_with_cores(part: Part, spent: TimeSpent, layout: Layout) -> str:
     share = f"{_percent(lacked)} of the time; "
     if _is_crowded(spent, layout):
         return f"fewer workers (workers=) would leave the learner a core, which it lacked {share}"
-    return f"all cores were busy and it had none {share}"
+    return f"all cores were busy, and the learner had none {share}"
 
 
 def _percent(share: float) -> str:

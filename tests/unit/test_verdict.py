@@ -152,7 +152,10 @@ class TestACoreForTheLearner:
     def test_others_may_have_them(self) -> None:
         few = {"env": 4.0, "policy": 2.0, "slots": 10.0, "limiter": 40.0}
         _, sentence = verdict(LEARNING, few, self.TWO_CORES, **self.BUSY, learner_ran=4.5)
-        assert "theirs: all cores were busy and it had none 50% of the time; fewer" in sentence
+        assert (
+            "theirs: all cores were busy, and the learner had none 50% of the time; fewer"
+            in sentence
+        )
 
     def test_a_single_worker_is_needed(self) -> None:
         one = Layout(workers=1, cores=1)
