@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +23,7 @@ from actorlearner.contracts import (
     Tracker,
     WorkerSpec,
 )
+from actorlearner.cores import usable_cores
 from actorlearner.streams import StreamLedger, assign_streams
 from actorlearner.trainersettings import CompileMode, TrainerSettings
 
@@ -38,9 +38,9 @@ _AGENT = "actorlearner.agents.dqn:DQN"
 def learner_threads(settings: TrainerSettings) -> Iterator[None]:
     """Leave the workers a core each, and in lockstep use one thread: sums keep their order."""
     before = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(usable_cores())
     # A worker in this process acts by threads of its own choice; small networks lose by many.
-    wanted = 1 if settings.lockstep else max(1, (cores or 1) - max(1, settings.workers))
+    wanted = 1 if settings.lockstep else max(1, cores - max(1, settings.workers))
     torch.set_num_threads(wanted)
     try:
         yield

@@ -300,7 +300,8 @@ class Unroll:
             observation will find it.
         episodes: those that ended in it.
         lives: those that ended in it, of environments that tell of lives lost.
-        seconds: what the worker's time went to (``env``, ``policy``, ``wait``).
+        seconds: what the worker's time went to: ``env``, ``policy``, and of a process ``slots``
+            and ``limiter``, in which it waited for a free slot and for the limiter to allow it.
         started_at: `time.monotonic` of its first env step, seconds.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,15 +39,17 @@ class FeedbackLine:
     and latents that are not.
     """
 
-    def __init__(self, store: Store, is_at_once: bool) -> None:
+    def __init__(self, store: Store, is_at_once: bool, span: AbstractContextManager[None]) -> None:
         """Nothing is on its way.
 
         Args:
             store: that takes the feedback.
             is_at_once: whether it lies on the CPU.
+            span: entered while the store takes it, as often as that is.
         """
         self._store = store
         self._is_at_once = is_at_once
+        self._span = span
         self._sent: list[_Parcel] = []
         self._due: list[_Parcel] = []
 
@@ -63,8 +66,7 @@ class FeedbackLine:
         if not feedback or is_made is False:
             return
         if self._is_at_once:
-            arrays = {name: tensor.detach().numpy() for name, tensor in feedback.items()}
-            self._store.feed_back(keys, arrays)
+            self._hand_over(keys, {name: tensor.detach() for name, tensor in feedback.items()})
             return
         tensors = {name: _copied(tensor.detach()) for name, tensor in feedback.items()}
         made = torch.tensor(is_made) if isinstance(is_made, bool) else _copied(is_made)
@@ -78,8 +80,11 @@ class FeedbackLine:
         for parcel in due:
             parcel.arrival.synchronize()
             if parcel.is_made:
-                arrays = {name: tensor.numpy() for name, tensor in parcel.tensors.items()}
-                self._store.feed_back(parcel.keys, arrays)
+                self._hand_over(parcel.keys, parcel.tensors)
+
+    def _hand_over(self, keys: NDArray[np.int64], tensors: Mapping[str, Tensor]) -> None:
+        with self._span:
+            self._store.feed_back(keys, {name: tensor.numpy() for name, tensor in tensors.items()})
 
     def flush(self) -> None:
         """Hand over all that was sent: before the store is saved."""

@@ -129,8 +129,8 @@ class TensorBoardSink:
         self._closed = True
 
 
-_BAR = "{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
-_BAR_WIDTH = 45  # columns of it that are always there, at most
+_BAR = "{percentage:3.0f}%|{bar:5}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
+_BAR_WIDTH = 40  # columns of it that are always there, at most
 _SHOW = {"*/loss": "loss"}
 
 ConsoleMode = Literal["auto", "bar", "plain", "off"]
@@ -165,7 +165,7 @@ class ConsoleSink:
         self._total = total
         self._show = dict(show)
         self._is_plain = console == "plain"
-        self._on_bar: dict[str, float] = {}
+        self._on_bar: dict[str, float | str] = {}
         self._cleanup = ExitStack()
         self._bar: tqdm[Any] | None = None
         if console == "bar":
@@ -190,8 +190,8 @@ class ConsoleSink:
             # An evaluation reports at the step of its snapshot, and the last unroll may overshoot.
             self._bar.update(max(0, min(step, self._total) - self._bar.n))
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the chosen metrics; the bar keeps those that a later write lacks."""
+    def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
+        """Show the chosen metrics, words too; the bar keeps those that a later write lacks."""
         chosen = self._labelled(metrics)
         if self._bar is not None:
             self.advance(step)
@@ -206,9 +206,9 @@ class ConsoleSink:
             self._stream.write(f"{line}: {_text(chosen)}\n" if chosen else f"{line}\n")
             self._stream.flush()
 
-    def _labelled(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def _labelled(self, metrics: Mapping[str, float | str]) -> dict[str, float | str]:
         """The chosen ones; where a pattern fits several, each with its group."""
-        chosen = {}
+        chosen: dict[str, float | str] = {}
         for pattern, label in self._show.items():
             names = [name for name in metrics if fnmatchcase(name, pattern)]
             for name in names:
@@ -228,16 +228,20 @@ class ConsoleSink:
         self._is_plain = False
 
 
-def _text(values: Mapping[str, float], room: float = math.inf) -> str:
+def _text(values: Mapping[str, float | str], room: float = math.inf) -> str:
     """As many of ``values`` as have ``room``, in characters."""
     text = ""
     for label, value in values.items():
-        number = f"{value:,.0f}" if 1_000 <= abs(value) < 1e9 else f"{value:.3g}"
-        longer = f"{text}, {label} {number}" if text else f"{label} {number}"
+        told = value if isinstance(value, str) else _number(value)
+        longer = f"{text}, {label} {told}" if text else f"{label} {told}"
         if len(longer) > room:
             break
         text = longer
     return text
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if 1_000 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
 def _columns(stream: TextIO) -> int:
@@ -373,17 +377,17 @@ class EpisodeWindow:
 
 
 class TimeSplit:
-    """Shares of wall time by what it went to; all that has no name is ``other``.
+    """Wall time by what it went to; all that has no name is ``other``.
 
-    At any moment time is charged to one name: that of the innermost ``with``. So the shares add up
-    to 1, nested or not. It serves one thread. Example::
+    At any moment time is charged to one name: that of the innermost ``with``. So nothing counts
+    twice, nested or not. It serves one thread. Example::
 
         split = TimeSplit()
         with split("sample"):
             batch = store.sample()
         with split("learn"):
             learn(batch)
-        split.flush()  # {"sample": 0.1, "learn": 0.85, "other": 0.05}
+        split.flush()  # {"sample": 0.4, "learn": 3.4, "other": 0.2}
     """
 
     OTHER = "other"
@@ -415,12 +419,10 @@ class TimeSplit:
         self._current = self._outer.pop()
 
     def flush(self) -> dict[str, float]:
-        """The share of each name in the wall time since the last flush; every name ever used."""
+        """The seconds of each name since the last flush; every name ever used."""
         self._charge()
-        total = sum(self._seconds.values())
-        shares = {name: s / total if total else 0.0 for name, s in self._seconds.items()}
-        self._seconds = dict.fromkeys(self._seconds, 0.0)
-        return shares
+        seconds, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        return seconds
 
     def _charge(self) -> None:
         now = time.perf_counter()

@@ -27,6 +27,7 @@ from actorlearner.contracts import (
     Tracker,
     Unroll,
 )
+from actorlearner.cores import CoreMeter
 from actorlearner.evaluate import films_of, forget_films, summarise, write_films
 from actorlearner.metrics import (
     ConsoleMode,
@@ -37,13 +38,17 @@ from actorlearner.metrics import (
     TensorBoardSink,
     TimeSplit,
 )
+from actorlearner.verdict import Layout, TimeSpent, Verdict, diagnose, shares
 from actorlearner.video import Film
 
 logger = logging.getLogger(__name__)
 
+_WAITS_FOR = "waits for"  # a word, which is for people alone
+
 _ON_CONSOLE = {
     "train/return_mean": "return",
     "evaluation/return_mean": "eval",
+    _WAITS_FOR: _WAITS_FOR,
     "*/loss": "loss",
     "speed/env_steps_per_s": "steps/s",
     "speed/updates_per_s": "updates/s",
@@ -51,6 +56,7 @@ _ON_CONSOLE = {
 """What people see of the metrics, and what it is called there; the most important first."""
 
 _REPORT_FPS = 10
+_ALONE = Layout()
 
 
 class RunLog:
@@ -70,7 +76,11 @@ class RunLog:
     """
 
     def __init__(
-        self, run_dir: Path | None, tensorboard: Any = None, sinks: Sequence[MetricSink] = ()
+        self,
+        run_dir: Path | None,
+        tensorboard: Any = None,
+        sinks: Sequence[MetricSink] = (),
+        layout: Layout = _ALONE,
     ) -> None:
         """Nothing is written yet.
 
@@ -78,6 +88,7 @@ class RunLog:
             run_dir: where files go; None for no files.
             tensorboard: a ``SummaryWriter`` or a directory; None takes ``run_dir``.
             sinks: further receivers, which stay their owner's to close.
+            layout: of the run, for what it waits for.
         """
         self.split = TimeSplit()
         self.episodes = EpisodeWindow()
@@ -101,6 +112,12 @@ class RunLog:
         self._lag_sum = self._lag_rows = self._lag_max = 0
         self._worker_seconds: dict[str, float] = {}
         self._first_step_at: float | None = None
+        self._layout = layout
+        self._spent = TimeSpent()
+        self._cores = CoreMeter()
+        self._ran_before = time.thread_time()
+        self._rows = self._updates_before = 0
+        self._has_learned = False
 
     def open(
         self,
@@ -177,6 +194,12 @@ class RunLog:
         self._lag_rows += rows
         self._lag_sum += lag * rows
         self._lag_max = max(self._lag_max, lag)
+        if self._first_step_at is None or (updates and not self._has_learned):
+            # Workers start, or nothing is learned yet: both tell little of the run that comes.
+            self._take_time(updates)
+            self._spent = TimeSpent()
+        self._has_learned = updates > 0
+        self._rows += rows
         for name, seconds in unroll.seconds.items():
             self._worker_seconds[name] = self._worker_seconds.get(name, 0.0) + seconds
         for episode in unroll.episodes:
@@ -207,13 +230,16 @@ class RunLog:
         self.last_training = env_steps
         now = time.perf_counter()
         seconds = now - self._lines_since
+        spent = self._take_time(updates)
+        self._spent.add(spent)
         metrics = {
             **{f"train/{name}": float(np.mean(last)) for name, last in self.infos.items()},
             "speed/env_steps_per_s": (env_steps - self._counts[0]) / seconds,
             "speed/updates_per_s": (updates - self._counts[1]) / seconds,
             **self.means.flush(),
             **more,
-            **{f"time/{name}": share for name, share in self.split.flush().items()},
+            **{f"time/{name}": share for name, share in shares(spent.learner).items()},
+            **{f"worker/{name}": share for name, share in shares(spent.workers).items()},
             "train/episodes": float(self.episodes.count),
         }
         if self.episodes.count:
@@ -225,15 +251,35 @@ class RunLog:
         if self._lag_rows:
             metrics["policy/lag_mean"] = self._lag_sum / self._lag_rows
             metrics["policy/lag_max"] = float(self._lag_max)
-        worker_s = sum(self._worker_seconds.values())
-        for name, spent in self._worker_seconds.items():
-            metrics[f"worker/{name}"] = spent / worker_s if worker_s else 0.0
+        if spent.cores:
+            metrics["speed/cores_busy"] = spent.busy_cores / spent.cores
         if self._first_step_at is not None:
             metrics["time/first_env_step_s"] = self._first_step_at - process_started_at()
         self._lines_since, self._counts = now, (env_steps, updates)
         self._lag_sum = self._lag_rows = self._lag_max = 0
-        self._worker_seconds = {}
-        self._write(env_steps, updates, metrics)
+        verdict = diagnose(spent, self._layout)
+        self._write(env_steps, updates, metrics, None if verdict is None else verdict.part)
+
+    def _take_time(self, updates: int) -> TimeSpent:
+        """Where time went since this was last asked, before ``updates`` were made."""
+        ran, cores = time.thread_time(), self._cores.flush()
+        spent = TimeSpent(
+            learner=self.split.flush(),
+            workers=self._worker_seconds,
+            learner_ran=ran - self._ran_before,
+            busy_cores=cores.busy,
+            cores=cores.total,
+            env_steps=self._rows,
+            updates=updates - self._updates_before,
+        )
+        self._ran_before, self._worker_seconds = ran, {}
+        self._rows, self._updates_before = 0, updates
+        return spent
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What the run waited for since it learns, up to the last line of training metrics."""
+        return diagnose(self._spent, self._layout)
 
     def write_evaluation(self, result: EvaluationResult) -> dict[str, float]:
         """A line and the films of ``result`` at its snapshot's env steps, unless there is one."""
@@ -261,10 +307,20 @@ class RunLog:
             for name, film in films.items():
                 self._try(board.write_film, env_steps, name, film)
 
-    def _write(self, env_steps: int, updates: int, metrics: Mapping[str, float]) -> None:
-        line = {"updates": updates, "wall_s": self.wall_s, **metrics}
+    def _write(
+        self,
+        env_steps: int,
+        updates: int,
+        metrics: Mapping[str, float],
+        waits_for: str | None = None,
+    ) -> None:
+        words = {} if waits_for is None else {_WAITS_FOR: waits_for}
+        told: dict[type, Mapping[str, float | str]] = {
+            JsonLinesSink: {"updates": updates, "wall_s": self.wall_s, **metrics},
+            ConsoleSink: {**metrics, **words},
+        }
         for sink in [*self._guests, *self._own]:
-            self._try(sink.write, env_steps, line if isinstance(sink, JsonLinesSink) else metrics)
+            self._try(sink.write, env_steps, told.get(type(sink), metrics))
         if self._tracker is not None:
             self._try_tracker(self._tracker.write, env_steps, metrics)
 

@@ -50,6 +50,7 @@ from actorlearner.contracts import (
     Tracker,
 )
 from actorlearner.control import FILE_NAME, Control
+from actorlearner.cores import usable_cores
 from actorlearner.envs import EnvLike, GymEnvFactory
 from actorlearner.evaluate import films_of, summarise, write_films
 from actorlearner.faults import Faults
@@ -65,6 +66,7 @@ from actorlearner.saving import Saver, Write
 from actorlearner.schedules import SamplesPerInsert
 from actorlearner.streams import StreamLedger
 from actorlearner.trainersettings import TrainerSettings, resolve_device
+from actorlearner.verdict import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -275,16 +277,20 @@ class Trainer:
     def _gather(self, launcher: Launcher, replay_buffer: Store, model: Agent) -> None:
         """Take in the unrolls that are there; wait for one if there is nothing to learn."""
         self._publish(launcher, model)
-        timeout = 0.0 if self._progress.limiter.owes_an_update() else _WAIT_S
-        with self._log.split("gather"):
+        owes = self._progress.limiter.owes_an_update()
+        timeout = 0.0 if owes else _WAIT_S
+        s = self.settings
+        # While updates are owed it takes what is there, unless workers work in this very time.
+        is_waiting = not owes or s.lockstep or not s.workers
+        with self._log.split("gather" if is_waiting else "add"):
             unrolls = launcher.gather(timeout, self._may_insert)
             # In lockstep a round counts as a whole, lest a failure leave half of one to resume.
-            for unroll in list(unrolls) if self.settings.lockstep else unrolls:
+            for unroll in list(unrolls) if s.lockstep else unrolls:
                 with self._log.split("add"):
                     replay_buffer.add(unroll)
                     self._progress.insert(unroll)
                     self._log.note(unroll, self.updates)
-                if self.env_steps >= self.settings.total_steps and not self.settings.lockstep:
+                if self.env_steps >= s.total_steps and not s.lockstep:
                     break
         self._tell_progress(model)
         self._tell_notes(launcher)
@@ -667,7 +673,9 @@ class Trainer:
             raise SettingError("replay.save=False: lockstep needs the replay in its checkpoints")
         self._replay_buffer = replay_buffer
         self._progress = self._new_progress(sample_spec.num_rows, warmup)
-        self._log = RunLog(s.run_dir, self._tensorboard, self._sinks)
+        on_cpu = self.device.type == "cpu"
+        run_layout = Layout(s.workers, s.lockstep, len(usable_cores()), on_cpu)
+        self._log = RunLog(s.run_dir, self._tensorboard, self._sinks, run_layout)
         self._in_update = False
         self._saver = Saver(self._interrupts, s.preempt_deadline_s, self._tell_save)
         self.set_attributes_to_model(model)
@@ -675,7 +683,8 @@ class Trainer:
         self._optimizers = model.configure_optimizers()
         self._training_steps = compiled(model.training_steps(), s.compile, self.device)
         self._finite_steps = FiniteSteps(self._reads_at_once)
-        self._feedback = FeedbackLine(replay_buffer, self._reads_at_once)
+        span = self._log.split("feedback")
+        self._feedback = FeedbackLine(replay_buffer, self._reads_at_once, span)
 
     def _store_place(self) -> StorePlace | None:
         s = self.settings
@@ -748,6 +757,8 @@ class Trainer:
             f"{self.env_steps:,}", self._log.wall_s, metrics["evaluation/return_mean"],
             metrics["evaluation/return_std"], metrics["evaluation/episodes"],
         )  # fmt: skip
+        if (verdict := self._log.verdict) is not None:
+            logger.info("%s", verdict.sentence)
         if self.settings.run_dir is not None:
             logger.info("Results are in %s.", self.settings.run_dir)
 

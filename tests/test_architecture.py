@@ -33,6 +33,8 @@ FLOORS = {
     "joint_actions": 1,
     "sum_tree": 1,
     "memory": 1,
+    "cores": 1,
+    "verdict": 1,
     "shared_memory": 1,
     "metrics": 1,
     "frames": 1,

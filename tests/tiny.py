@@ -221,3 +221,14 @@ class RegressorPolicy:
         if not self._greedy:
             return generator.integers(self._num_actions, size=len(seen)), {}
         return (seen @ self._weight.T + self._bias).argmax(1), {}
+
+
+class SlowPolicy(RegressorPolicy):
+    """Takes its time in training."""
+
+    SLEEP_S = 0.005
+
+    def act(self, observation: Observation, generator: np.random.Generator) -> Any:
+        if not self._greedy:
+            time.sleep(self.SLEEP_S)
+        return super().act(observation, generator)

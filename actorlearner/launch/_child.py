@@ -59,7 +59,7 @@ class Commit(NamedTuple):
         version: of the snapshot that acted.
         num_episodes: how many ended; they stand in the slot.
         num_lives: likewise.
-        seconds: where the time went.
+        seconds: where the time went: ``env``, ``policy``, and ``wait``, for the credit.
         started_at: of the first env step.
     """
 

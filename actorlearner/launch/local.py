@@ -112,7 +112,7 @@ class LocalLauncher(LauncherBase):
         self._pulses: SharedArrays | None = None
         self._go_on: GoOn | None = None
         self._restarts = Restarts(self.settings)
-        self._credits: deque[tuple[_Child, int]] = deque()  # not given back yet
+        self._credits: deque[_Credit] = deque()  # not given back yet
         self._result: EvaluationResult | None = None
         self._context = start_processes(self.settings.start_method)
         self.notes: list[str] = []
@@ -169,7 +169,7 @@ class LocalLauncher(LauncherBase):
                     break
                 commit: Commit | None = self._receive(child)
                 if commit is not None:
-                    self._credits.append((child, commit.slot))  # lasts if the caller leaves here
+                    self._credits.append(_Credit(child, commit.slot))  # lasts if the caller leaves
                     yield child.view(commit)
                     self._give_back_credits(may_insert)
 
@@ -186,8 +186,9 @@ class LocalLauncher(LauncherBase):
 
     def _give_back_credits(self, may_insert: Callable[[], bool]) -> None:
         while self._credits and may_insert():
-            child, slot = self._credits.popleft()
-            child.order(slot)
+            self._credits.popleft().give_back()
+        if self._credits:
+            self._credits[-1].hold()  # those before it are held already
 
     def env_states(self) -> EnvStates:
         """See `contracts.Launcher`."""
@@ -424,6 +425,7 @@ class _Child:
         due_at: when to replace one that is lost, `time.monotonic` seconds.
         errors: how many of these attempts ended with an exception.
         rows_done: that its process handed over.
+        held_s: for how long the limiter held back the last credit for each slot, seconds.
     """
 
     process: Any
@@ -442,6 +444,7 @@ class _Child:
         self.attempt = 0
         self.due_at = 0.0
         self.errors = 0
+        self.held_s: dict[int, float] = {}
         self.is_lost = True
 
     def begun(self, process: Any, connection: Connection) -> None:
@@ -515,8 +518,12 @@ class _Child:
         return {"collect": "an unroll", "evaluate": "an evaluation"}.get(self.role, self.role)
 
     def view(self, commit: Commit) -> Unroll:
-        """The unroll that ``commit`` says is full."""
-        return self.slots[commit.slot].view(commit)
+        """The unroll that ``commit`` says is full, with whom its worker waited for."""
+        unroll = self.slots[commit.slot].view(commit)
+        waited = unroll.seconds.pop("wait")
+        for_limiter = min(waited, self.held_s.get(commit.slot, 0.0))
+        unroll.seconds |= {"slots": waited - for_limiter, "limiter": for_limiter}
+        return unroll
 
     def failure(self, phase: str, detail: str) -> Failure:
         """A failure that the child can't tell of itself."""
@@ -557,6 +564,25 @@ class _Child:
             logger.warning("process %d can't be killed; it is left behind", self.process.pid)
         else:
             self.process.close()
+
+
+class _Credit:
+    """The right to fill ``slot`` of ``child``, while the learner has it."""
+
+    def __init__(self, child: _Child, slot: int) -> None:
+        self._child, self._slot = child, slot
+        self._held_since: float | None = None
+
+    def hold(self) -> None:
+        """The limiter does not let it go, from now on."""
+        if self._held_since is None:
+            self._held_since = time.perf_counter()
+
+    def give_back(self) -> None:
+        """Let the worker fill the slot."""
+        since = self._held_since
+        self._child.held_s[self._slot] = 0.0 if since is None else time.perf_counter() - since
+        self._child.order(self._slot)
 
 
 def _signal_name(number: int) -> str:

@@ -191,7 +191,7 @@ def test_everything_arrives_in_sequence(kind):
             versions = [unroll.version for unroll in unrolls if unroll.worker == worker]
             assert versions == sorted(versions)
             assert versions[-1] > 1
-        assert all(set(u.seconds) == {"env", "policy", "wait"} for u in unrolls)
+        assert all(set(u.seconds) == {"env", "policy", "slots", "limiter"} for u in unrolls)
         assert all(0 <= time.monotonic() - u.started_at < PATIENCE_S for u in unrolls)
         launcher.publish(snapshot(9999))
         gathered(launcher, lambda us: {u.worker for u in us if u.version == 9999} == {0, 1})
@@ -220,6 +220,21 @@ def test_credits_bound_what_workers_do(slots):
         unrolls += gathered(launcher, all_have(2 * slots + 1))
         for unroll in unrolls:
             checker.check(unroll)
+        for worker in (0, 1):
+            waits = [u.seconds["limiter"] for u in unrolls if u.worker == worker]
+            assert waits[:slots] == [0.0] * slots
+            assert 0.3 < waits[slots] < PATIENCE_S, "three times 0.1 s"
+            assert max(waits[slots + 1 : 2 * slots], default=0.0) < 0.1, "it did not wait again"
+
+
+def test_workers_that_wait_for_a_learner_that_is_elsewhere_wait_for_slots():
+    with launcher_of("forkserver", slots=1) as launcher:
+        launcher.start(worker_specs(PLACES), snapshot(0))
+        gathered(launcher, all_have(1, workers=1))
+        time.sleep(0.2)
+        unrolls = gathered(launcher, all_have(2, workers=1))
+        assert max(unroll.seconds["slots"] for unroll in unrolls) > 0.15
+        assert not any(unroll.seconds["limiter"] for unroll in unrolls)
 
 
 def test_credits_of_a_gather_that_was_left():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ def told(*keys: int) -> list[Any]:
 
 def test_from_the_cpu_at_once() -> None:
     shelf = Shelf()
-    line = FeedbackLine(shelf, is_at_once=True)  # type: ignore[arg-type]
+    line = FeedbackLine(shelf, True, nullcontext())  # type: ignore[arg-type]
     send(line, 1, True)
     assert shelf.told == told(1)
     send(line, 2, False)
@@ -68,7 +69,7 @@ def test_from_the_cpu_at_once() -> None:
 def test_from_a_device_an_update_later() -> None:
     """Two training steps of an update send some; no wait before the next update is made."""
     shelf = Shelf()
-    line = FeedbackLine(shelf, is_at_once=False)  # type: ignore[arg-type]
+    line = FeedbackLine(shelf, False, nullcontext())  # type: ignore[arg-type]
     yes, no = torch.tensor(True), torch.tensor(False)
     send(line, 1, yes)
     send(line, 2, no)
@@ -87,7 +88,7 @@ def test_from_a_device_an_update_later() -> None:
 
 def test_all_of_it_before_a_checkpoint() -> None:
     shelf = Shelf()
-    line = FeedbackLine(shelf, is_at_once=False)  # type: ignore[arg-type]
+    line = FeedbackLine(shelf, False, nullcontext())  # type: ignore[arg-type]
     send(line, 1, torch.tensor(True))
     line.deliver()
     send(line, 2, torch.tensor(True))
@@ -104,3 +105,27 @@ def test_copies_do_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert feedback._copied(torch.tensor([1.0])).tolist() == [1.0]
     assert asked == [(("cpu",), {"non_blocking": True})]
+
+
+@pytest.mark.parametrize("is_at_once", [True, False])
+def test_the_time_that_the_store_takes_is_its_own(is_at_once: bool) -> None:
+    """And not the time in which a device is waited for."""
+
+    class Timed(Shelf):
+        def feed_back(self, keys: Any, arrays: Any) -> None:
+            Event.log.append("the store")
+
+    class Span:
+        def __enter__(self) -> None:
+            Event.log.append("begin")
+
+        def __exit__(self, *_: Any) -> None:
+            Event.log.append("end")
+
+    line = FeedbackLine(Timed(), is_at_once, Span())  # type: ignore[arg-type]
+    send(line, 1, True)
+    line.flush()
+    send(line, 2, True)
+    line.flush()
+    on_its_way = [] if is_at_once else ["event on cpu", "recorded", "waited"]
+    assert Event.log == [*on_its_way, "begin", "the store", "end"] * 2

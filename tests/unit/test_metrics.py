@@ -158,15 +158,18 @@ class TestConsoleSink:
     def test_plain_lines_where_there_is_no_terminal(self) -> None:
         stream = io.StringIO()
         show = {"episode/return_mean": "return", "*/loss": "loss", "speed/*": "steps/s"}
+        show["waits for"] = "waits for"
         sink: MetricSink = ConsoleSink(2_000, show=show, stream=stream)
         sink.write(500, {"dqn/loss": 0.123456, "episode/return_mean": 20.0, "time/env": 0.5})
         sink.write(1_000, {"world/loss": 2, "speed/env_steps_per_s": 12_345.6, "actor/loss": 1})
+        sink.write(1_500, {"waits for": "env", "dqn/loss": 0.5})
         sink.write(2_000, {"time/env": 0.5})
         sink.close()
         sink.close()
         assert stream.getvalue().splitlines() == [
             "500 of 2,000 env steps (25%): return 20, loss 0.123",
             "1,000 of 2,000 env steps (50%): world loss 2, actor loss 1, steps/s 12,346",
+            "1,500 of 2,000 env steps (75%): loss 0.5, waits for env",
             "2,000 of 2,000 env steps (100%)",
         ]
         assert all(char.isprintable() or char == "\n" for char in stream.getvalue())
@@ -225,9 +228,13 @@ class TestConsoleSink:
         ("rows", "columns", "wanted"),
         [
             (30, 200, "return 3, loss 0.25, steps/s 1,000,000"),
-            (30, 66, "return 3, loss 0.25"),
-            (30, 56, "return 3"),
-            (0, 200, "return 3, loss 0.25"),  # tqdm would draw nothing; it is told 80
+            (30, 61, "return 3, loss 0.25"),
+            (30, 51, "return 3"),
+            (
+                0,
+                200,
+                "return 3, loss 0.25, steps/s 1,000,000",
+            ),  # tqdm would draw nothing; it is told 80
         ],
     )
     def test_the_bar_shows_what_it_has_room_for(self, rows: int, columns: int, wanted: str) -> None:
@@ -346,7 +353,7 @@ class FakeTime:
 
 
 class TestTimeSplit:
-    def test_shares_of_nested_and_unnamed_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_seconds_of_nested_and_unnamed_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = FakeTime()
         monkeypatch.setattr("actorlearner.metrics.time", clock)
         split = TimeSplit()
@@ -358,11 +365,11 @@ class TestTimeSplit:
             clock.now += 1
         with split("learn"), split("learn"):
             clock.now += 2
-        assert split.flush() == {"other": 0.1, "learn": 0.5, "sample": 0.4}
+        assert split.flush() == {"other": 1.0, "learn": 5.0, "sample": 4.0}
         clock.now += 3
         with split("sample"):
             clock.now += 1
-            assert split.flush() == {"other": 0.75, "learn": 0.0, "sample": 0.25}
+            assert split.flush() == {"other": 3.0, "learn": 0.0, "sample": 1.0}
             clock.now += 1
         assert split.flush() == {"other": 0.0, "learn": 0.0, "sample": 1.0}
 

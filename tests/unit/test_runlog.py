@@ -18,8 +18,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from actorlearner import runlog
 from actorlearner.contracts import Episode, EvaluationResult, Report, Unroll
+from actorlearner.cores import CoreSeconds
 from actorlearner.metrics import JsonLinesSink
 from actorlearner.runlog import RunLog, parameters_in_words, process_started_at
+from actorlearner.verdict import Layout
 from tests.scripted import ScriptedWorker
 
 
@@ -60,7 +62,7 @@ class TestTrainingLines:
         first, second = unroll_of(version=3), unroll_of(version=9)
         second.valid[0] = False  # so that it weighs less
         first.seconds = {"env": 3.0, "policy": 1.0}
-        second.seconds = {"env": 1.0, "policy": 0.0, "wait": 5.0}
+        second.seconds = {"env": 1.0, "policy": 0.0, "slots": 4.0, "limiter": 1.0}
         first.episodes = [Episode(0, 1, 2.0, 10), Episode(1, 1, 4.0, 20)]
         second.lives = [Episode(0, 1, 1.0, 6), Episode(1, 1, 2.0, 7), Episode(1, 2, 3.0, 8)]
         for unroll in (first, second):
@@ -84,8 +86,8 @@ class TestTrainingLines:
         assert line["train/length_mean"] == 15.0
         assert line["train/life_return_mean"] == 2.0
         assert line["train/life_length_mean"] == 7.0
-        shares = [line[f"worker/{name}"] for name in ("env", "policy", "wait")]
-        assert shares == [0.4, 0.1, 0.5]
+        shares = [line[f"worker/{name}"] for name in ("env", "policy", "slots", "limiter")]
+        assert shares == [0.4, 0.1, 0.4, 0.1]
         assert all(type(value) is float for value in line.values())
 
     def test_each_period_starts_anew_except_for_the_episodes(
@@ -107,6 +109,81 @@ class TestTrainingLines:
         assert not {"policy/lag_mean", "policy/lag_max", "worker/env"} & line.keys()
         assert not {"train/life_return_mean", "train/life_length_mean"} & line.keys()
         assert line["train/return_mean"] == 2.0
+
+    def test_the_start_is_nobodys_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """While workers start the learner waits, which tells nothing of the run."""
+        clock = [50.0]
+        monkeypatch.setattr(runlog.time, "perf_counter", lambda: clock[0])
+        log, recorder = open_log()
+        with log.split("gather"):
+            clock[0] += 9.0
+            log.note(unroll_of(seconds={"env": 2.0}), 0)
+            clock[0] += 1.0
+            log.note(unroll_of(seconds={"policy": 6.0}), 0)
+        with log.split("add"):
+            clock[0] += 3.0
+        log.write_training(10, 0, {})
+        line = recorder.lines[0][1]
+        assert (line["time/gather"], line["time/add"]) == (0.25, 0.75)
+        assert (line["worker/env"], line["worker/policy"]) == (0.25, 0.75)
+
+    def test_what_comes_before_the_first_update_is_no_part_of_the_verdict(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nor of the shares of the line in which it comes."""
+        clock = [50.0]
+        monkeypatch.setattr(runlog.time, "perf_counter", lambda: clock[0])
+        log, recorder = open_log(layout=Layout(workers=1, cores=4))
+
+        def spend(part: str, updates: int) -> None:
+            with log.split(part):
+                clock[0] += 5.0
+            waits = 4.0 if updates else 0.0
+            log.note(unroll_of(seconds={"env": 5.0 - waits, "limiter": waits}), updates)
+
+        for _ in range(4):
+            spend("gather", 0)
+        log.write_training(10, 0, {})
+        assert log.verdict is not None
+        assert log.verdict.part == "env", "of a run that does not learn, it is all there is"
+        spend("gather", 0)
+        spend("sample", 1)
+        spend("update", 2)
+        log.write_training(20, 2, {})
+        assert log.verdict.part == "update"
+        assert recorder.lines[1][1]["time/update"] == 1.0
+
+    def test_how_busy_cores_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(runlog.CoreMeter, "flush", lambda _: CoreSeconds(1.5, 2.0))
+        log, recorder = open_log()
+        log.write_training(10, 0, {})
+        monkeypatch.setattr(runlog.CoreMeter, "flush", lambda _: CoreSeconds(0.0, 0.0))
+        log.write_training(20, 0, {})  # so soon that the system has not counted on
+        assert recorder.lines[0][1]["speed/cores_busy"] == 0.75
+        assert "speed/cores_busy" not in recorder.lines[1][1]
+
+    def test_what_it_waits_for_in_a_line_and_over_all(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        clock = [50.0]
+        monkeypatch.setattr(runlog.time, "perf_counter", lambda: clock[0])
+        log = RunLog(None, layout=Layout(workers=2, cores=4))
+        log.open(30, "plain", {}, None)
+        assert log.verdict is None
+        for step, part, seconds, waits in [
+            (10, "update", 3.0, {"slots": 4.0, "env": 1.0}),
+            (20, "gather", 9.0, {"slots": 0.0, "env": 4.0}),
+            (30, "update", 1.0, {"slots": 4.0, "env": 1.0}),
+        ]:
+            log.note(unroll_of(seconds=waits, episodes=[]), 0)
+            with log.split(part):
+                clock[0] += seconds
+            log.write_training(step, step // 10, {})
+        log.write_evaluation(EvaluationResult((1.0,), (5,), 0, version=3, env_steps=30))
+        words = [line.partition("waits for ")[2] for line in capsys.readouterr().err.splitlines()]
+        assert [word.partition(",")[0] for word in words] == ["update", "env", "update", ""]
+        assert log.verdict is not None
+        assert log.verdict.part == "slots", "over all it is another"
 
     def test_before_the_first_episode_nothing_is_made_up(self) -> None:
         log, recorder = open_log()
