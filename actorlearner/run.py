@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from actorlearner.config import Settings, config_dir, dotted, make, told_plainly, unknown_key
 from actorlearner.contracts import BadInput, CheckpointError
-from actorlearner.launch.local import start_processes
+from actorlearner.launch.processes import start_processes
 
 logger = logging.getLogger("actorlearner.run")  # whose __name__ is __main__ as a command
 

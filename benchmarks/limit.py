@@ -22,7 +22,7 @@ from gymnasium.wrappers import FrameStackObservation
 
 from actorlearner.contracts import OBSERVATION, EnvSpec, Observation, Snapshot
 from actorlearner.launch._child import die_with_parent, leave_signals_to_the_learner
-from actorlearner.launch.local import start_processes
+from actorlearner.launch.processes import start_processes
 from actorlearner.suites import AtariEnvFactory
 
 
@@ -59,7 +59,7 @@ class Limit:
 
         Args:
             recipe: what they do.
-            start_method: how they start, see `actorlearner.launch.local`.
+            start_method: how they start, see `actorlearner.launch.processes`.
         """
         context = start_processes(start_method)
         payload = cloudpickle.dumps(recipe)

@@ -71,7 +71,9 @@ FLOORS = {
     "launch._zygote": 3,
     "launch.inline": 3,
     "launch.local": 3,
+    "launch.processes": 3,
     "launch.restarts": 3,
+    "launch.seat": 3,
     "agents": 3,
     "agents.dqn": 3,
     "agents.world_model": 3,
@@ -112,6 +114,9 @@ SAME_FLOOR = {
     ("launch.local", "launch.restarts"),
     ("launch.local", "launch"),
     ("launch.local", "launch._child"),
+    ("launch.local", "launch.processes"),
+    ("launch.local", "launch.seat"),
+    ("launch.seat", "launch._child"),
     ("launch._zygote", "launch._child"),
     ("replay", "ring"),  # where it keeps rows
     ("replay", "rows"),  # those that were left behind

@@ -41,7 +41,8 @@ from actorlearner.contracts import (
 )
 from actorlearner.envs import GymEnvFactory
 from actorlearner.launch.inline import InlineLauncher
-from actorlearner.launch.local import LocalLauncher, start_processes
+from actorlearner.launch.local import LocalLauncher
+from actorlearner.launch.processes import start_processes
 from actorlearner.streams import StreamLedger, stream_seed
 from actorlearner.worker import EnvWorker
 from tests.environments import (
@@ -357,7 +358,7 @@ def test_a_worker_that_is_lost_while_it_tells_where_it_stands():
         checker = RowChecker(3, seed_every_episode=True)
         for number in range(3):
             if number:
-                pid = launcher._children[0].process.pid
+                pid = launcher._seats[0].process.pid
                 killer = threading.Timer(0.1, os.kill, (pid, signal.SIGKILL))
                 killer.start()
                 ledger.note_env_states(launcher.env_states())
@@ -675,7 +676,7 @@ def test_start_timeout_of_a_probe():
 def test_a_learner_that_is_busy_for_long_is_no_start_timeout():
     with launcher_of("forkserver", start_timeout_s=0.8) as launcher:
         launcher.start(worker_specs(PLACES, PLACES), snapshot(0))
-        wait_for(lambda: all(child.connection.poll() for child in launcher._children))
+        wait_for(lambda: all(child.connection.poll() for child in launcher._seats))
         time.sleep(0.8)
         gathered(launcher, all_have(3))
 
@@ -811,7 +812,7 @@ def test_slots_hold_whole_unrolls_whoever_is_killed_when():
         with launcher_of("forkserver", slots=generator.choice([1, 2, 3])) as launcher:
             specs = worker_specs(PLACES, PLACES, PLACES, unroll_length=generator.choice([1, 7, 40]))
             launcher.start(specs, snapshot(0))
-            pids = [child.process.pid for child in launcher._children]
+            pids = [child.process.pid for child in launcher._seats]
             if trial % 2:  # else perhaps before they are up
                 for unroll in gathered(launcher, all_have(1, workers=3)):
                     checker.check(unroll)

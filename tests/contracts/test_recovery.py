@@ -28,10 +28,11 @@ from actorlearner.contracts import (
 )
 from actorlearner.envs import GymEnvFactory
 from actorlearner.interrupts import Terminated
-from actorlearner.launch import local as local_module
 from actorlearner.launch.inline import InlineLauncher
-from actorlearner.launch.local import LocalLauncher, _Child
+from actorlearner.launch.local import LocalLauncher
+from actorlearner.launch.processes import bound_receiving
 from actorlearner.launch.restarts import Restarts, RestartSettings, back_off_s
+from actorlearner.launch.seat import Seat
 from actorlearner.streams import StreamLedger
 from tests.environments import Misbehaves, Places, PlacesPolicy, RowChecker, snapshot, worker_specs
 
@@ -95,7 +96,7 @@ class Run:
 
     def kill(self, worker: int, number: int = signal.SIGKILL) -> None:
         assert isinstance(self.launcher, LocalLauncher)
-        child = self.launcher._children[worker]
+        child = self.launcher._seats[worker]
         if not child.is_lost:
             os.kill(child.process.pid, number)
 
@@ -180,7 +181,7 @@ def test_slow_is_not_dead():
 
 def test_what_nobody_watched_is_no_silence():
     """The learner was in a long update, or all processes were paused."""
-    child = _Child("collect", 0, "Places")
+    child = Seat("collect", 0, "Places")
     child.begun(None, None)
     child.is_ready = True
     child.order = child.owes.append
@@ -215,8 +216,8 @@ def test_in_lockstep_a_lost_worker_changes_nothing():
         elif number == 6:
             for worker in (0, 1):
                 run.kill(worker, signal.SIGSTOP)
-            order, run.launcher._children[0].order = run.launcher._children[0].order, None
-            run.launcher._children[0].order = lambda slot: (order(slot), run.kill(0), run.kill(1))
+            order, run.launcher._seats[0].order = run.launcher._seats[0].order, None
+            run.launcher._seats[0].order = lambda slot: (order(slot), run.kill(0), run.kill(1))
 
     for one, other in zip(
         lockstep_unrolls(disturb), lockstep_unrolls(lambda *_: None), strict=True
@@ -267,11 +268,11 @@ def test_half_a_message_is_a_hang():
     """A worker that is stopped while it tells something long; others are listened to again."""
     with Run(local(env_timeout_s=1), PLACES, PLACES) as run:
         run.gather_more(1)
-        child = run.launcher._children[0]
+        child = run.launcher._seats[0]
         run.kill(0, signal.SIGSTOP)
         # What it would have sent: a header that promises more than comes.
         ours, theirs = run.launcher._context.Pipe()
-        local_module._bound_receiving(ours, 1.0)
+        bound_receiving(ours, 1.0)
         os.write(theirs.fileno(), b"\0\0\1\0half")
         child.connection.close()
         child.connection = ours

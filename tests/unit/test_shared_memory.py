@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 from actorlearner.adapter import EnvAdapter
 from actorlearner.contracts import ArraySpec
-from actorlearner.launch.local import start_processes
+from actorlearner.launch.processes import start_processes
 from actorlearner.shared_memory import DoubleBuffer, SharedArrays
 from tests.environments import Places
 
