@@ -226,7 +226,8 @@ def test_a_script_is_told_what_happens(tmp_path: Path, capsys: pytest.CaptureFix
     assert told[4].startswith("The replay takes 0.0 MiB of memory for 256 rows; ")
     assert told[5].startswith("The replay needs up to 0.0 MiB of disk with its checkpoints; ")
     assert "of 64 env steps (" in told[6]
-    assert re.match(r"Finished after 6\d env steps, \d+ s: evaluation return ", told[-2])
+    assert re.match(r"Finished after 6\d env steps, \d+ s: evaluation return ", told[-3])
+    assert re.search(r": .*\w=.*\.$", told[-2]), "a setting that would make it faster"
     assert told[-1] == f"Results are in {tmp_path}."
     log = (tmp_path / "run.log").read_text().splitlines()
     assert log[0].endswith(f"INFO {told[0]}")

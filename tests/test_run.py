@@ -141,7 +141,8 @@ def test_it_trains_to_the_end_and_says_where_the_results_are(
     assert lines[1] == f"Results go to {relative}; to watch: tensorboard --logdir {relative}"
     assert lines[2] == "Ctrl-C saves and stops."
     of_what = r"evaluation return [\d.]+ ± [\d.]+ over 2 episodes\."
-    assert re.fullmatch(rf"Finished after \d+ env steps, \d+ s: {of_what}", lines[-3])
+    assert re.fullmatch(rf"Finished after \d+ env steps, \d+ s: {of_what}", lines[-4])
+    assert re.search(r": .*\w=.*\.$", lines[-3]), "a setting that would make it faster"
     assert lines[-2] == f"Results are in {relative}."
     evaluate = f"python -m actorlearner.run --eval-only ckpt={relative}"
     assert lines[-1] == f"To evaluate again: {evaluate}"

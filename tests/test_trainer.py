@@ -1524,7 +1524,7 @@ class TestOverlap:
             spans = np.array(model.spans)
             during = [((spans[:, 0] < at) & (at < spans[:, 1])).any() for at in started]
             assert sum(during) > 0.2 * len(started)
-            assert lines[-1]["worker/wait"] > 0.2
+            assert lines[-1]["worker/slots"] + lines[-1]["worker/limiter"] > 0.2
 
 
 def test_a_spec_from_before_arrays_had_bounds() -> None:
