@@ -309,10 +309,10 @@ class ReplayBuffer:
             start_B, weight_B = self._draw_by_priority(self._tree, spec.batch_size)
         self._num_batches += 1
         return_B, discount_B, end_B = self._windows(start_B, spec)
-        # Indexing has made every array here afresh, so the tensors share memory with nothing.
+        observed = ring.observed(np.array((start_B, end_B)))
         return Batch(
-            observation={k: torch.from_numpy(a) for k, a in ring.observed(start_B).items()},
-            next_observation={k: torch.from_numpy(a) for k, a in ring.observed(end_B).items()},
+            observation={key: tensor[0] for key, tensor in observed.items()},
+            next_observation={key: tensor[1] for key, tensor in observed.items()},
             action=self._actions(start_B),
             reward=torch.from_numpy(return_B),
             discount=torch.from_numpy(discount_B),
@@ -325,14 +325,10 @@ class ReplayBuffer:
         new_B = ring.take_windows(spec.batch_size)
         start_B = np.append(new_B, self._draw_uniformly(spec.batch_size - len(new_B)))
         row_LB = ring.walk(start_B, spec.length)  # L + 1 rows: the first is context
-        observation = ring.observed(row_LB.ravel())
         action_LB = self._actions(row_LB)
         action_LB[torch.from_numpy(~ring.valid[row_LB])] = 0
         return SequenceBatch(
-            observation={
-                key: torch.from_numpy(array.reshape(*row_LB.shape, *array.shape[1:]))
-                for key, array in observation.items()
-            },
+            observation=ring.observed(row_LB),
             action=action_LB,
             reward=torch.from_numpy(ring.reward[row_LB]),
             terminated=torch.from_numpy(ring.terminated[row_LB]),
@@ -355,15 +351,16 @@ class ReplayBuffer:
     ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
         """Return, discount and end of the windows that start at addresses ``start_B``."""
         ring = self._ring
-        path_NB = ring.walk(start_B, spec.n_step)
-        window_NB = path_NB[:-1]
-        reward_NB = ring.reward[window_NB]
-        if spec.reward_clip is not None:
-            reward_NB = reward_NB.clip(-spec.reward_clip, spec.reward_clip)
-        return_B, discount_B, steps_B = n_step(
-            reward_NB, ring.terminated[window_NB], ring.valid[window_NB], spec.gamma
+        return n_step(
+            start_B,
+            spec.n_step,
+            ring.following,
+            ring.reward,
+            ring.terminated,
+            ring.valid,
+            spec.gamma,
+            spec.reward_clip,
         )
-        return return_B, discount_B, path_NB[steps_B, np.arange(len(start_B))]
 
     def feed_back(self, keys: NDArray[np.int64], feedback: Mapping[str, Array]) -> None:
         """Set priorities or latents of the rows ``keys``; those overwritten are counted only.
@@ -419,14 +416,18 @@ class ReplayBuffer:
         priority = np.asarray(feedback["priority"], np.float64)
         if priority.shape != keys.shape:
             raise ValueError(f"priority has shape {priority.shape}, the keys have {keys.shape}")
-        if not np.isfinite(priority).all():
-            raise NonFiniteError(f"priority={priority[~np.isfinite(priority)][0]}: must be finite")
-        if (priority < 0).any():
+        if priority.size == 0:
+            return
+        if not (priority.min() >= 0 and priority.max() < np.inf):  # NaN is neither
+            if not np.isfinite(priority).all():
+                value = priority[~np.isfinite(priority)][0]
+                raise NonFiniteError(f"priority={value}: must be finite")
             raise ValueError(f"priority={priority[priority < 0][0]}: must not be negative")
-        addresses = self._ring.address(keys)
-        fresh = self._ring.is_stored(keys) & self._ring.valid[addresses]
-        self._stale_feedback += int(np.count_nonzero(~fresh))
-        self._set_priorities(tree, addresses[fresh], priority[fresh])
+        places, addresses = self._ring.drawable_at(keys)
+        if len(places) < len(keys):
+            self._stale_feedback += len(keys) - len(places)
+            priority = priority[places]
+        self._set_priorities(tree, addresses, priority)
 
     def metrics(self) -> dict[str, float]:
         """Scalars to log: what can be drawn, rows that fit, stale feedback, queue, priorities."""

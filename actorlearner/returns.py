@@ -6,46 +6,88 @@ T rows of a sequence.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from actorlearner.compiled import compiled
+
 
 def n_step(
-    reward_NB: NDArray[np.floating],
-    terminated_NB: NDArray[np.bool_],
-    inside_NB: NDArray[np.bool_],
+    start_B: NDArray[np.int64],
+    num_steps: int,
+    following: NDArray[np.int64],
+    reward: NDArray[np.float32],
+    terminated: NDArray[np.bool_],
+    inside: NDArray[np.bool_],
     gamma: float,
+    reward_clip: float | None = None,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
     """Returns of windows of up to N rows, and the discounts of the values that complete them.
 
-    A row *counts* if it and every row before it lie inside, and no row before it terminated. The
-    target is ``return + discount * value(observation after the last row that counts)``, the n-step
-    return of Sutton & Barto (2018), eq. 7.1; near the end of an episode it shortens to the rows
-    that are left, each with its own power of gamma.
+    A row *counts* if it and every row before it in the window lie inside, and no row before it
+    terminated. The target is ``return + discount * value(observation of the row behind)``, the
+    n-step return of Sutton & Barto (2018), eq. 7.1; near the end of an episode it shortens to the
+    rows that are left, each with its own power of gamma.
 
     Args:
-        reward_NB: float ``[N, B]``; what stands beyond the rows that count is never looked at.
-        terminated_NB: bool ``[N, B]``, whether the value after the row is zero by definition.
-        inside_NB: bool ``[N, B]``, False where the window has left its episode or the stored data.
+        start_B: int64 ``[B]``, the first row of each window.
+        num_steps: N.
+        following: int64 ``[rows]``, the row after each.
+        reward: float32 ``[rows]``.
+        terminated: bool ``[rows]``, whether the value after the row is zero by definition.
+        inside: bool ``[rows]``, False where a window leaves its episode or the stored data.
         gamma: discount per row.
+        reward_clip: rewards count as no larger than this, of either sign; None leaves them.
 
     Returns:
         The discounted sums of rewards (float32 ``[B]``); ``gamma ** steps``, or 0 where a row that
-        counts terminated (float32 ``[B]``); and steps, how many rows count (int64 ``[B]``, 0 only
-        where row 0 is outside).
+        counts terminated (float32 ``[B]``); and the row behind the last that counts (int64
+        ``[B]``, the start itself only where that is outside).
     """
-    counts_NB = inside_NB.copy()
-    counts_NB[1:] &= ~terminated_NB[:-1]
-    np.logical_and.accumulate(counts_NB, axis=0, out=counts_NB)
-    steps_B = np.count_nonzero(counts_NB, axis=0)
-    powers_N = gamma ** np.arange(len(reward_NB), dtype=np.float64)
-    return_B = powers_N @ np.where(counts_NB, reward_NB, 0.0)
-    terminates_B = (counts_NB & terminated_NB).any(axis=0)
-    discount_B = np.where(terminates_B, 0.0, gamma**steps_B)
-    return return_B.astype(np.float32), discount_B.astype(np.float32), steps_B
+    powers_N = _powers(gamma, num_steps)
+    clip = np.float32(np.inf if reward_clip is None else reward_clip)
+    return_B = np.empty(len(start_B), np.float32)
+    discount_B = np.empty(len(start_B), np.float32)
+    end_B = np.empty(len(start_B), np.int64)
+    _n_step(
+        start_B, following, reward, terminated, inside, powers_N, clip, return_B, discount_B, end_B
+    )
+    return return_B, discount_B, end_B
+
+
+@lru_cache
+def _powers(gamma: float, highest: int) -> NDArray[np.float64]:
+    return gamma ** np.arange(highest + 1, dtype=np.float64)
+
+
+@compiled
+def _n_step(
+    start_B: NDArray[np.int64],
+    following: NDArray[np.int64],
+    reward: NDArray[np.float32],
+    terminated: NDArray[np.bool_],
+    inside: NDArray[np.bool_],
+    powers_N: NDArray[np.float64],
+    clip: np.float32,
+    return_B: NDArray[np.float32],
+    discount_B: NDArray[np.float32],
+    end_B: NDArray[np.int64],
+) -> None:
+    for window in range(len(start_B)):
+        row, steps, total, terminates = start_B[window], 0, 0.0, False
+        while steps < len(powers_N) - 1 and inside[row] and not terminates:
+            total += powers_N[steps] * min(max(reward[row], -clip), clip)
+            terminates = terminated[row]
+            row = following[row]
+            steps += 1
+        return_B[window] = total
+        discount_B[window] = 0.0 if terminates else powers_N[steps]
+        end_B[window] = row
 
 
 def categorical_projection(

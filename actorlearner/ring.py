@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
+from actorlearner.compiled import compiled
 from actorlearner.contracts import (
     Array,
     ArraySpec,
@@ -23,7 +25,10 @@ from actorlearner.contracts import (
     StreamLayout,
     Unroll,
 )
-from actorlearner.rows import DiskRows, MemoryRows, saved_layout
+from actorlearner.rows import DiskRows, MemoryRows, ReusedMemory, saved_layout
+
+_COLUMNS_TOGETHER = 8
+"""Of an Atari batch these are 0.5 MB: about what the cache of one core holds."""
 
 
 class BlockRing:
@@ -110,6 +115,7 @@ class BlockRing:
             else:
                 prefix = directory / f"observation_{index}"
                 self.observation[key] = DiskRows(spec, self.num_rows, layout.num_streams, prefix)
+        self._batches = ReusedMemory()
         self.action = env_spec.action.zeros(num_places)
         self.reward = np.zeros(num_places, np.float32)
         self.terminated = np.zeros(num_places, np.bool_)
@@ -155,6 +161,14 @@ class BlockRing:
         """The keys of the rows stored at ``addresses``."""
         oldest = self.head - self.num_stored
         return oldest + (addresses - oldest) % self.num_rows
+
+    def drawable_at(self, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Which of ``keys`` (int64 ``[B]``) can still be drawn, by their places, and where."""
+        places, addresses = np.empty((2, len(keys)), np.int64)
+        count = _drawable_at(
+            np.ascontiguousarray(keys), self.head, self.num_rows, self.drawable, places, addresses
+        )
+        return places[:count], addresses[:count]
 
     def is_stored(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether each of ``keys`` has not been overwritten; False for -1."""
@@ -203,7 +217,7 @@ class BlockRing:
         given_up = np.concatenate([np.empty(0, np.int64), *self._given_up])
         self._given_up = []
         anew: NDArray[np.bool_] = self.drawable[given_up]  # written since
-        return np.delete(given_up, np.flatnonzero(anew))
+        return given_up[~anew]
 
     def take_windows(self, count: int) -> NDArray[np.int64]:
         """Addresses of the first rows of the oldest windows, up to ``count`` that are whole still.
@@ -238,21 +252,45 @@ class BlockRing:
         begins = is_tail | (addresses % length == 0)
         return np.where(begins, self.preceding[block], addresses - 1)
 
-    def observed(self, addresses: NDArray[np.int64]) -> Observation:
-        """The observations at ``addresses`` (int64 ``[B]``), copied: each `stacked_shape`.
+    def observed(self, addresses: NDArray[np.int64]) -> dict[str, Tensor]:
+        """The observations at ``addresses`` (int64 ``[N, B]``), copied.
 
         An episode's first frame stands in for those before it, as in `frames.FrameStack`.
+
+        Returns:
+            Each ``[N, B, ...]``, stacked as `ArraySpec.stacked_shape` says.
         """
-        places = [addresses]  # of the newest frame, the one before it, ...
-        age = self.age[addresses]
-        for back in range(self._max_age):
-            places.append(np.where(age > back, self.before(places[-1]), places[-1]))
+        places = self._stacks_at(addresses)
         observation = {}
         for key, rows in self.observation.items():
             stack = self._stacks[key]
-            index = addresses if stack == 1 else np.stack(places[stack - 1 :: -1], axis=1)
-            observation[key] = rows[index]
+            index = addresses if stack == 1 else places[..., -stack:]
+            tensor, array = self._batches.empty((*index.shape, *rows.shape[1:]), rows.dtype)
+            if stack == 1:
+                rows.take(index, array)
+            else:
+                # The N stacks of a column can have frames in common. So few columns are copied at
+                # a time that those are still in the processor's cache.
+                for begin in range(0, addresses.shape[1], _COLUMNS_TOGETHER):
+                    columns = slice(begin, begin + _COLUMNS_TOGETHER)
+                    for row in range(len(index)):
+                        rows.take(index[row, columns], array[row, columns])
+            observation[key] = tensor
         return observation
+
+    def _stacks_at(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the frames of the rows at ``addresses`` stand, ``[N, B, stack]``, oldest first."""
+        places = np.empty((*addresses.shape, self._max_age + 1), np.int64)
+        if self._max_age > 0:
+            _stack_places(
+                addresses.ravel(),
+                self.age,
+                self.preceding,
+                self.num_rows,
+                self.layout.unroll_length,
+                places.reshape(-1, self._max_age + 1),
+            )
+        return places
 
     def state_dict(self) -> dict[str, Any]:
         """What is stored; the arrays are views, but for those that can be large."""
@@ -448,11 +486,8 @@ class BlockRing:
             return  # nothing is stacked, and all ages are 0
         # Where nothing precedes, as old as can be: so no stack of it is whole before a `first`.
         linked = self.is_stored(last_key)
-        age = np.where(linked, self.age[last], self._max_age).astype(np.int64)
-        for row in range(length):
-            age = np.where(unroll.first[row], 0, np.minimum(age + 1, self._max_age))
-            self.age[rows_BT[:, row]] = age
-        self.age[self._tail(streams)] = np.minimum(age + 1, self._max_age)
+        age_B = np.where(linked, self.age[last], self._max_age)
+        _count_ages(age_B, self._max_age, rows_BT, self._tail(streams), unroll.first, self.age)
         self._give_up(rows_BT[~linked, 0])
 
     def _note_sequences(
@@ -532,3 +567,66 @@ def _in_words(shape: Mapping[str, int | None]) -> str:
     if shape["sequence_length"] is not None:
         words += " and sequences of {sequence_length} rows"
     return words.format(**shape)
+
+
+@compiled
+def _drawable_at(
+    keys: NDArray[np.int64],
+    head: int,
+    num_rows: int,
+    drawable: NDArray[np.bool_],
+    places: NDArray[np.int64],
+    addresses: NDArray[np.int64],
+) -> int:
+    """See `BlockRing.drawable_at`; how many there are."""
+    count = 0
+    for place in range(len(keys)):
+        address = keys[place] % num_rows
+        if max(0, head - num_rows) <= keys[place] < head and drawable[address]:
+            places[count], addresses[count] = place, address
+            count += 1
+    return count
+
+
+@compiled
+def _count_ages(
+    age_B: NDArray[np.int64],
+    max_age: int,
+    rows_BT: NDArray[np.int64],
+    tail_B: NDArray[np.int64],
+    first_TB: NDArray[np.bool_],
+    ages: NDArray[np.uint8],
+) -> None:
+    """Note the ages of new rows and tails in ``ages``, given those of the rows before them."""
+    for column in range(len(age_B)):
+        age = age_B[column]
+        for row in range(rows_BT.shape[1]):
+            age = 0 if first_TB[row, column] else min(age + 1, max_age)
+            ages[rows_BT[column, row]] = age
+        ages[tail_B[column]] = min(age + 1, max_age)
+
+
+@compiled
+def _stack_places(
+    addresses: NDArray[np.int64],
+    age: NDArray[np.uint8],
+    preceding: NDArray[np.int64],
+    num_rows: int,
+    unroll_length: int,
+    places: NDArray[np.int64],
+) -> None:
+    """See `BlockRing._stacks_at`; into ``places``, ``[len(addresses), stack]``."""
+    newest = places.shape[1] - 1
+    for i in range(len(addresses)):
+        at = addresses[i]
+        num_older = age[at]
+        places[i, newest] = at
+        for back in range(newest):
+            if back < num_older:  # else the episode's first stands in
+                if at >= num_rows:  # a tail
+                    at = preceding[num_rows // unroll_length + at - num_rows]
+                elif at % unroll_length == 0:
+                    at = preceding[at // unroll_length]
+                else:
+                    at -= 1
+            places[i, newest - 1 - back] = at

@@ -42,13 +42,14 @@ class MemoryRows:
     """Rows in one array."""
 
     def __init__(self, spec: ArraySpec, num_places: int) -> None:
-        """All zero.
+        """All zero, and there: to touch memory first can take longer than to write to it.
 
         Args:
             spec: of a row.
             num_places: how many there are.
         """
         self._array = spec.zeros(num_places)
+        self._array.fill(0)
         # No WeakSet: another thread may drop one while this one looks through them.
         self._frozen: list[weakref.ref[FrozenRows]] = []
 
@@ -65,6 +66,10 @@ class MemoryRows:
     def __getitem__(self, addresses: NDArray[np.int64]) -> Array:
         """The rows at ``addresses``, copied."""
         return self._array[addresses]
+
+    def take(self, addresses: NDArray[np.int64], into: Array) -> None:
+        """Copy the rows at ``addresses`` to ``into`` (contiguous, ``[*addresses.shape, ...]``)."""
+        self._array.take(addresses, axis=0, out=into, mode="clip")  # "raise" copies twice
 
     def __setitem__(self, addresses: NDArray[np.int64], rows: Array) -> None:
         """Write ``rows`` to ``addresses``."""
@@ -183,11 +188,16 @@ class DiskRows:
 
     def __getitem__(self, addresses: NDArray[np.int64]) -> Array:
         """The rows at ``addresses``, copied."""
+        rows = np.empty((*addresses.shape, *self._row.shape), self._row.dtype)
+        self.take(addresses, rows)
+        return rows
+
+    def take(self, addresses: NDArray[np.int64], into: Array) -> None:
+        """Copy the rows at ``addresses`` to ``into`` (contiguous, ``[*addresses.shape, ...]``)."""
         pages, places = self._places(addresses)
-        rows = np.empty((addresses.size, *self._row.shape), self._row.dtype)
+        rows = into.reshape(-1, *self._row.shape)
         for index, (page, place) in enumerate(zip(pages, places, strict=True)):
             rows[index] = self._pages[page][place]
-        return rows.reshape(*addresses.shape, *self._row.shape)
 
     def __setitem__(self, addresses: NDArray[np.int64], rows: Array) -> None:
         """Write ``rows`` to ``addresses``, which go on from those written last, or are tails."""
@@ -298,6 +308,45 @@ class DiskRows:
         self._pages[page] = _mapped(file, (self._num_in(page), *self._row.shape), self.dtype)
         self._files[page] = file
         weakref.finalize(file, _remove, file.path)
+
+
+# --------------------------------------------------------------------------------- for batches
+
+
+class ReusedMemory:
+    """Memory for batches that is lent again when nothing refers to it any more.
+
+    Fresh memory of such sizes comes from the system each time, page by page, which takes longer
+    than to fill it. Where CUDA is in use the memory is pinned, for copies to the device beside
+    other work; PyTorch keeps that itself, and knows when the copies have ended.
+    """
+
+    _NUM_KEPT = 4
+    """More than that is lent at once only to somebody who collects batches."""
+
+    def __init__(self) -> None:
+        """Nothing is kept yet."""
+        self._kept: list[tuple[Array, weakref.ref[Array]]] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[torch.Tensor, Array]:
+        """A tensor of any content, which shares memory with no other that lives; its array."""
+        if torch.cuda.is_initialized():
+            kind = torch.from_numpy(np.empty(0, dtype)).dtype
+            pinned = torch.empty(shape, dtype=kind, pin_memory=True)
+            return pinned, pinned.numpy()
+        for index, (array, lent) in enumerate(self._kept):
+            if lent() is None and array.shape == shape and array.dtype == dtype:
+                del self._kept[index]
+                break
+        else:
+            array = np.empty(shape, dtype)
+        view = array.view()  # that the tensor's memory holds on to, for as long as it is used
+        if len(self._kept) < self._NUM_KEPT:
+            self._kept.append((array, weakref.ref(view)))
+        return torch.from_numpy(view), view
+
+
+# -------------------------------------------------------------------------------------- shared
 
 
 def clear_pages(directory: Path) -> None:

@@ -7,8 +7,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from actorlearner.compiled import compiled
+
 _FAN_OUT = 32
-"""Children of a node. A wide node is one vectorised sum, so few levels make few NumPy calls."""
+"""Children of a node: 4 cache lines. A tree of a million leaves has 4 levels below its root."""
 
 
 class SumTree:
@@ -32,17 +34,22 @@ class SumTree:
         if capacity < 1:
             raise ValueError(f"capacity={capacity}: must be at least 1")
         self.capacity = capacity
-        # Level 0 holds the leaves; entry i of a level is the sum of row i of the level below.
-        self._levels: list[NDArray[np.float64]] = []
-        num_rows = capacity
-        while num_rows > 1 or not self._levels:
-            num_rows = -(-num_rows // _FAN_OUT)
-            self._levels.append(np.zeros((num_rows, _FAN_OUT)))
+        # Level 0 holds the leaves; entry i of a level is the sum of row i of the level below. The
+        # last level is the root alone.
+        shapes = [(-(-capacity // _FAN_OUT), _FAN_OUT)]
+        while shapes[-1][0] > 1:
+            shapes.append((-(-shapes[-1][0] // _FAN_OUT), _FAN_OUT))
+        shapes.append((1, 1))
+        ends = np.cumsum([rows * columns for rows, columns in shapes])
+        self._begins = np.append(0, ends[:-1])
+        self._nodes = np.zeros(ends[-1])
+        parts = np.split(self._nodes, self._begins[1:])
+        self._levels = [part.reshape(s) for part, s in zip(parts, shapes, strict=True)]
 
     @property
     def total(self) -> float:
         """Sum of all priorities."""
-        return float(self._levels[-1].sum())
+        return float(self._nodes[-1])
 
     def get(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
         """Priorities, float64 ``[B]``, of leaves ``indices`` (int64 ``[B]``)."""
@@ -55,26 +62,19 @@ class SumTree:
 
         Raises:
             IndexError: an index is out of range; nothing was changed.
-            ValueError: a priority is negative, NaN or infinite; nothing was changed.
+            ValueError: a priority is negative, NaN or infinite, or there isn't one for each index;
+                nothing was changed.
         """
-        refused = ~((priorities >= 0) & (priorities < np.inf))  # NaN fails every comparison
-        if refused.any():
-            value = priorities[refused][0]
-            raise ValueError(f"priority={value}: must be finite and not negative")
-        if indices.size == 0:
+        if indices.shape != priorities.shape:
+            raise ValueError(f"{priorities.shape} priorities for {indices.shape} indices")
+        indices = np.ascontiguousarray(indices)
+        values: NDArray[np.float64] = np.ascontiguousarray(priorities, np.float64)
+        refused = _set(self._nodes, self._begins, self.capacity, indices, values)
+        if refused < 0:
             return
-        if indices.min() < 0 or indices.max() >= self.capacity:
+        if 0 <= values[refused] < np.inf:
             raise IndexError(f"indices must be in [0, {self.capacity}), got {indices}")
-        if (indices[1:] > indices[:-1]).all():  # as of new rows, which come in thousands
-            nodes, leaves = indices, priorities
-        else:  # NumPy doesn't promise which of several writes to one place comes last
-            nodes, from_end = np.unique(indices[::-1], return_index=True)
-            leaves = priorities[::-1][from_end]
-        self._levels[0].reshape(-1)[nodes] = leaves
-        for below, level in pairwise(self._levels):
-            parents = nodes // _FAN_OUT  # sorted, as `nodes` are
-            nodes = parents[np.flatnonzero(np.diff(parents, prepend=-1))]
-            level.reshape(-1)[nodes] = below[nodes].sum(axis=1)
+        raise ValueError(f"priority={values[refused]}: must be finite and not negative")
 
     def find(self, prefix: NDArray[np.float64]) -> NDArray[np.int64]:
         """Leaves at which the running sum of priorities first exceeds ``prefix``.
@@ -91,20 +91,11 @@ class SumTree:
         """
         if self.total <= 0:
             raise ValueError("there is no priority above 0 to find")
-        if not (prefix >= 0).all():
+        prefix = np.ascontiguousarray(prefix, np.float64)
+        found = np.empty(len(prefix), np.int64)
+        if not _find(self._nodes, self._begins, prefix, found):
             raise ValueError(f"prefix={prefix}: must not be negative or NaN")
-        columns = np.arange(len(prefix))
-        node = np.zeros(len(prefix), np.int64)
-        before = np.zeros((len(prefix), _FAN_OUT + 1))
-        for level in reversed(self._levels):
-            np.cumsum(level[node], axis=1, out=before[:, 1:])
-            # A running sum and a parent may round differently. Held below the sum, the prefix
-            # always meets a child at which the running sum grows: one with priority.
-            prefix = np.minimum(prefix, np.nextafter(before[:, -1], 0))
-            child = (before[:, 1:] > prefix[:, None]).argmax(axis=1)
-            prefix = prefix - before[columns, child]
-            node = node * _FAN_OUT + child
-        return node
+        return found
 
     def check_valid(self) -> None:
         """Check every invariant, slowly (for tests).
@@ -120,3 +111,73 @@ class SumTree:
             sums = level.reshape(-1)
             assert np.array_equal(sums[: len(below)], below.sum(axis=1))
             assert not sums[len(below) :].any()
+
+
+@compiled
+def _set(
+    nodes: NDArray[np.float64],
+    begins: NDArray[np.int64],
+    capacity: int,
+    indices: NDArray[np.int64],
+    priorities: NDArray[np.float64],
+) -> int:
+    """See `SumTree.set`; gives the place of what it refuses, or -1."""
+    for i in range(len(indices)):
+        if not (0 <= priorities[i] < np.inf and 0 <= indices[i] < capacity):
+            return i
+    for i in range(len(indices)):
+        nodes[indices[i]] = priorities[i]
+    width = 1
+    sums = np.empty(8)
+    for level in range(1, len(begins)):
+        width *= _FAN_OUT
+        newest = -1
+        for i in range(len(indices)):
+            parent = indices[i] // width
+            if parent == newest:  # of new rows, which come in thousands, most have the same
+                continue
+            newest = parent
+            first = begins[level - 1] + parent * _FAN_OUT
+            # In the order of NumPy's `sum`, which keeps several sums at once.
+            for lane in range(8):
+                sums[lane] = nodes[first + lane]
+            for begin in range(first + 8, first + _FAN_OUT, 8):
+                for lane in range(8):
+                    sums[lane] += nodes[begin + lane]
+            nodes[begins[level] + parent] = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + (
+                (sums[4] + sums[5]) + (sums[6] + sums[7])
+            )
+    return -1
+
+
+@compiled
+def _find(
+    nodes: NDArray[np.float64],
+    begins: NDArray[np.int64],
+    prefix: NDArray[np.float64],
+    found: NDArray[np.int64],
+) -> bool:
+    """See `SumTree.find`; whether every prefix was one."""
+    for i in range(len(prefix)):
+        if not prefix[i] >= 0:
+            return False
+    left = prefix.copy()
+    found[:] = 0
+    # Level by level, so that the memory of several nodes is waited for at once.
+    for level in range(len(begins) - 2, -1, -1):
+        for i in range(len(prefix)):
+            first = begins[level] + found[i] * _FAN_OUT
+            child, before, after = -1, 0.0, 0.0
+            while child < 0:
+                for c in range(_FAN_OUT):
+                    before, after = after, after + nodes[first + c]
+                    if after > left[i]:
+                        child = c
+                        break
+                else:
+                    # A running sum and a parent may round differently. Held below the sum, the
+                    # prefix always meets a child at which the running sum grows: one with priority.
+                    left[i], before, after = np.nextafter(after, 0.0), 0.0, 0.0
+            left[i] -= before
+            found[i] = found[i] * _FAN_OUT + child
+    return True

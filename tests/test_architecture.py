@@ -23,6 +23,7 @@ PACKAGE = ROOT / "actorlearner"
 FLOORS = {
     "contracts": 0,
     "config": 1,
+    "compiled": 1,
     "returns": 1,
     "schedules": 1,
     "networks": 1,
@@ -92,6 +93,8 @@ FLOORS = {
 
 SAME_FLOOR = {
     ("checkpoint", "statetree"),  # one state of it
+    ("returns", "compiled"),  # loops over windows
+    ("sum_tree", "compiled"),  # loops over nodes
     ("shared_memory", "memory"),  # whether there is as much
     ("value_heads", "returns"),  # their losses
     ("suites", "envs"),  # recipes of its kind
@@ -272,6 +275,7 @@ def test_every_library_has_its_place() -> None:
     assert importers_of("multiprocessing") <= part("launch") | {"shared_memory"}
     assert importers_of("safetensors") == {"checkpoint"}
     assert importers_of("pickle") == set()
+    assert importers_of("numba") == {"compiled"}
     assert importers_of("cloudpickle") <= part("launch")
 
 
@@ -300,6 +304,13 @@ def test_torch_waits_until_the_fork_server_has_started() -> None:
     )
     assert "actorlearner.run" in loaded
     assert not {"torch", "gymnasium"} & loaded
+
+
+def test_workers_do_without_numba() -> None:
+    """Which takes 60 MB, of each of many."""
+    loaded = loaded_by("import actorlearner.worker, actorlearner.agents.dqn")
+    assert "actorlearner.compiled" in loaded
+    assert "numba" not in loaded
 
 
 @pytest.mark.parametrize("argument", ["total_step=5", "agent=foo", "--foo", "a=[1,"])

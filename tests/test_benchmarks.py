@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -195,16 +196,52 @@ def test_the_limit_plays_the_same_atari_as_workers(monkeypatch: pytest.MonkeyPat
 
 
 def test_replay_tells_speed_and_size(call: Call) -> None:
-    result = call("replay", "--capacity 300 --seconds 0.02").result
-    kinds = {(r["row"], r["prioritized"]): r for r in result["results"]}
-    assert set(kinds) == {(k, p) for k in ("vector", "atari") for p in (False, True)}
-    for (kind, prioritized), r in kinds.items():
-        assert r["adds_per_s"] > 1
-        assert r["samples_per_s"] > 1
-        assert (r["feedbacks_per_s"] is not None) == prioritized
+    short = "--capacity 300 --seconds 0.005 --pairs 2 --batch-sizes 8,16"
+    result = call("replay", short).result
+    kinds = {(r["row"], r["prioritized"], r["batch_size"]): r for r in result["results"]}
+    assert set(kinds) == set(product(("vector", "atari"), (False, True), (8, 16)))
+    for (kind, _, _), r in kinds.items():
+        assert r["rows_added_per_s"] > 1
+        assert r["batches_per_s"] > 1
+        assert set(r["batch_ratios"]) == {"take"}
+        assert 0 < r["batch_ratios"]["take"] < 10
         one_frame = 84 * 84 if kind == "atari" else 16
         assert one_frame < r["bytes_per_row"] < 1.2 * one_frame + 100
-    assert (result["capacity"], result["batch_size"]) == (300, 32)
+    assert (result["capacity"], result["batch_sizes"]) == (300, [8, 16])
+
+
+def test_the_frames_of_a_batch_are_those_that_the_buffer_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many from as many places: what `take` is measured by must not be less work."""
+    replay = load("replay", monkeypatch)
+    index = replay.same_frames(np.array([25, 12]), 10, 4)
+    assert index.tolist() == [[[2, 3, 4, 5], [0, 0, 1, 2]], [[3, 4, 5, 6], [0, 1, 2, 3]]]
+    assert replay.same_frames(np.array([9]), 10, 1).tolist() == [[[9]], [[9]]]
+
+
+def test_replay_drives_other_libraries(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What stands in for one is told what to do, and answers with CPU seconds."""
+    stand_in = (
+        f"#!{sys.executable}\nimport sys\n"
+        "for line in sys.stdin:\n"
+        "    print({'batch 8': 2.0, 'add 32': 16.0}[line.strip()], flush=True)\n"
+    )
+    for name in ("cpprb", "tianshou"):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        (tmp_path / name / "bin" / "python").write_text(stand_in)
+        (tmp_path / name / "bin" / "python").chmod(0o755)
+    replay = load("replay", monkeypatch)
+    monkeypatch.setattr(replay, "ROWS", {"atari": replay.ROWS["atari"]})
+    monkeypatch.setattr(replay, "clock", lambda job, seconds: lambda: 0.5)
+    short = f"--peers {tmp_path} --capacity 300 --pairs 2 --batch-sizes 8 --envs 1"
+    uniform, by_priority = call("replay", short).result["results"]
+    assert set(uniform["batch_ratios"]) == {"take"}
+    assert by_priority["batch_ratios"] == {"take": 1.0, "cpprb": 4.0, "tianshou": 4.0}
+    assert by_priority["rows_added_per_s"] == 32.0, "an unroll of 16 rows in half a second"
+    assert by_priority["add_ratios"] == {"cpprb": 16.0, "tianshou": 16.0}, "of a row"
 
 
 def test_checkpoint_tells_the_time_between_updates(call: Call) -> None:

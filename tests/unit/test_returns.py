@@ -33,10 +33,25 @@ def slow_n_step(rewards, terminated, inside, gamma):
     return total, discount, steps
 
 
-def one_window(rewards, terminated, inside):
+def n_step_of_columns(reward_NB, terminated_NB, inside_NB, gamma, clip=None):
+    """`n_step` of windows that are given row by row, each with a place behind it; and its steps."""
+    num_rows, num_windows = reward_NB.shape
+    flat = [
+        np.append(columns, np.full((1, num_windows), filler, columns.dtype), axis=0).T.ravel()
+        for columns, filler in ((reward_NB, np.nan), (terminated_NB, True), (inside_NB, False))
+    ]
+    start_B = np.arange(num_windows) * (num_rows + 1)
+    following = np.arange(1, len(flat[0]) + 1)
+    following[num_rows :: num_rows + 1] -= 1  # as tails do
+    return_B, discount_B, end_B = n_step(start_B, num_rows, following, *flat, gamma, clip)
+    return return_B, discount_B, end_B - start_B
+
+
+def one_window(rewards, terminated, inside, clip=None):
     """`n_step` of a single window at gamma 0.5."""
     columns = np.float32(rewards), np.array(terminated, bool), np.array(inside, bool)
-    return tuple(float(x[0]) for x in n_step(*(c[:, None] for c in columns), 0.5))
+    of_one = n_step_of_columns(*(c[:, None] for c in columns), 0.5, clip)
+    return tuple(float(x[0]) for x in of_one)
 
 
 @settings(max_examples=100, deadline=None)
@@ -53,7 +68,7 @@ def test_equals_the_slow_twin(seed, num_rows, num_windows, gamma):
     reward = generator.normal(size=shape).astype(np.float32)
     terminated = generator.random(shape) < 0.2
     inside = generator.random(shape) < 0.8
-    returns, discounts, steps = n_step(reward, terminated, inside, gamma)
+    returns, discounts, steps = n_step_of_columns(reward, terminated, inside, gamma)
     for i in range(num_windows):
         expected = slow_n_step(reward[:, i], terminated[:, i], inside[:, i], gamma)
         np.testing.assert_allclose((returns[i], discounts[i], steps[i]), expected, rtol=1e-5)
@@ -71,15 +86,13 @@ def test_one_transition_per_step_of_an_episode(n):
         terminated = np.zeros(length + n + 1, bool)
         terminated[length - 1] = ends_truly
         inside = np.arange(length + n + 1) != length
-        windows = np.arange(length) + np.arange(n)[:, None]
-        returns, discounts, steps = n_step(
-            reward[windows], terminated[windows], inside[windows], gamma
-        )
+        starts, following = np.arange(length), np.arange(1, length + n + 2)
+        returns, discounts, ends = n_step(starts, n, following, reward, terminated, inside, gamma)
         for start in range(length):
             left = rewards[start : start + n]
             cut = ends_truly and start + n >= length
             expected = sum(gamma**i * float(r) for i, r in enumerate(left))
-            assert steps[start] == len(left)
+            assert ends[start] - start == len(left)
             assert returns[start] == pytest.approx(expected, rel=1e-5, abs=1e-6)
             assert discounts[start] == pytest.approx(0.0 if cut else gamma ** len(left), rel=1e-6)
 
@@ -99,12 +112,18 @@ def test_termination_outside_the_window_is_no_end():
     assert one_window([1, 2], [0, 1], [1, 0]) == (1.0, 0.5, 1)
 
 
+def test_rewards_are_clipped_before_they_are_summed():
+    """Of either sign, and only where they are larger; here to what float32 has for 0.1."""
+    assert one_window([3, -2, 0.25], [0, 0, 0], [1, 1, 1], clip=0.5) == (0.3125, 0.125, 3)
+    assert one_window([7], [1], [1], clip=0.1) == (float(np.float32(0.1)), 0.0, 1)
+
+
 def test_dtypes_and_inputs_left_alone():
-    """Float32 for the learner, an integer to index with, and no argument is written to."""
+    """Float32 for the learner, whole numbers to index with, and no argument is written to."""
     reward, terminated = np.ones((3, 2), np.float32), np.zeros((3, 2), bool)
     terminated[0] = True
     inside = np.ones((3, 2), bool)
-    returns, discounts, steps = n_step(reward, terminated, inside, 0.99)
+    returns, discounts, steps = n_step_of_columns(reward, terminated, inside, 0.99)
     assert returns.dtype == discounts.dtype == np.float32
     assert np.issubdtype(steps.dtype, np.integer)
     assert inside.all()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,7 @@ from actorlearner.contracts import (
     StreamLayout,
 )
 from actorlearner.replay import ReplayBuffer
-from actorlearner.rows import DiskRows, FrozenRows, MemoryRows
+from actorlearner.rows import DiskRows, FrozenRows, MemoryRows, ReusedMemory
 from actorlearner.statetree import StoredFile
 from tests.saved import saved
 from tests.scripted import LATENTS, ScriptedWorker, stacked_spec
@@ -130,6 +131,65 @@ class TestFrozen:
             finally:
                 ended.set()
                 thread.join()
+
+
+def test_memory_is_there_before_it_is_written_to() -> None:
+    """First touch is slow, and a machine that is short of memory shows it before the run."""
+    process = psutil.Process()
+    before = process.memory_info().rss
+    rows_of_20_mib = MemoryRows(ArraySpec((1024,), "uint8"), 20 << 10)
+    assert process.memory_info().rss - before > 0.9 * (20 << 20)
+    assert not rows_of_20_mib[np.array([0, (20 << 10) - 1])].any()
+
+
+# --------------------------------------------------------------------------------- for batches
+
+
+class TestReusedMemory:
+    SHAPE, KIND = (3, 5), np.dtype("float32")
+
+    def test_nobody_who_lives_has_the_same(self) -> None:
+        """Whoever holds a tensor, a part of it, or an array of it keeps it."""
+        memory = ReusedMemory()
+        held: list[Any] = [
+            memory.empty(self.SHAPE, self.KIND)[0],
+            memory.empty(self.SHAPE, self.KIND)[0][1],
+            memory.empty(self.SHAPE, self.KIND)[0].numpy()[2:],
+            memory.empty(self.SHAPE, self.KIND)[1],
+            *(memory.empty(self.SHAPE, self.KIND)[0] for _ in range(4)),
+        ]
+        for number, part in enumerate(held):
+            part[...] = number
+        assert [float(np.asarray(part).ravel()[0]) for part in held] == [*range(8)]
+        assert all((np.asarray(part) == number).all() for number, part in enumerate(held))
+
+    def test_it_is_lent_again(self) -> None:
+        memory = ReusedMemory()
+        tensor, array = memory.empty(self.SHAPE, self.KIND)
+        at = tensor.data_ptr()
+        array[...] = 7.0
+        assert (tensor == 7.0).all()
+        del tensor, array
+        tensor, _ = memory.empty(self.SHAPE, self.KIND)
+        assert (tensor.data_ptr(), tensor.shape, tensor.dtype) == (at, self.SHAPE, torch.float32)
+        other, _ = memory.empty(self.SHAPE, np.dtype("int32"))
+        assert other.data_ptr() != at
+
+    def test_it_is_pinned_where_cuda_is_in_use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[bool] = []
+
+        def empty(*shape: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+            asked.append(pin_memory)
+            return torch.zeros(*shape, **kwargs)
+
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch, "empty", empty)
+        memory = ReusedMemory()
+        tensor, array = memory.empty(self.SHAPE, self.KIND)
+        array[...] = 7.0
+        assert (tensor == 7.0).all()
+        assert asked == [True]
+        assert not memory._kept, "PyTorch knows when a copy to the device has ended"
 
 
 # ------------------------------------------------------------------------------------- on disk

@@ -136,6 +136,14 @@ def test_refuses_an_index_out_of_range(bad):
     assert tree.total == 6.0
 
 
+def test_refuses_another_number_of_priorities_than_of_indices():
+    """Or compiled code would read what lies behind them."""
+    tree = filled([1, 2, 3])
+    with pytest.raises(ValueError, match=r"\(1,\) priorities for \(2,\) indices"):
+        tree.set(np.array([0, 1]), np.array([5.0]))
+    assert tree.total == 6.0
+
+
 def test_refuses_what_cannot_be_found():
     """An empty tree, and prefixes that are no numbers from 0 up."""
     with pytest.raises(ValueError, match="no priority above 0"):

@@ -1,0 +1,60 @@
+"""Tests of `actorlearner.compiled`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actorlearner.compiled import compiled
+
+SOURCE = """
+from actorlearner.compiled import compiled
+
+@compiled
+def total(numbers):
+    result = 0.0
+    for number in numbers:
+        result += number
+    return result
+"""
+
+
+def test_sums_are_in_the_order_in_which_they_are_written() -> None:
+    """So that a run is bit-equal on every machine: no lanes, no fused multiply-add."""
+
+    @compiled
+    def dot(a, b):  # type: ignore[no-untyped-def]
+        total = 0.0
+        for i in range(len(a)):
+            total += a[i] * b[i]
+        return total
+
+    a, b = np.random.default_rng(0).normal(size=(2, 1000))
+    expected = 0.0
+    for x, y in zip(a.tolist(), b.tolist(), strict=True):
+        expected += x * y
+    assert dot(a, b) == expected
+    assert dot.__name__ == "dot"
+
+
+@pytest.mark.parametrize("can_write", [True, False])
+def test_code_is_kept_where_it_can_be(can_write: bool, tmp_path: Path) -> None:
+    """And without a place for it, it still works."""
+    (tmp_path / "sums.py").write_text(SOURCE)
+    no_directory = tmp_path / "file"
+    no_directory.touch()
+    if not can_write:  # the superuser can write to a directory whatever its mode
+        (tmp_path / "__pycache__").touch()
+    environment = {**os.environ, "XDG_CACHE_HOME": str(no_directory), "HOME": str(no_directory)}
+    environment.pop("NUMBA_CACHE_DIR", None)
+    result = subprocess.run(
+        [sys.executable, "-c", "import numpy as np, sums; print(sums.total(np.ones(3)))"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.stdout == "3.0\n", result.stderr
+    assert any(tmp_path.glob("__pycache__/*.nbi")) == can_write
