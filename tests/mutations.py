@@ -69,16 +69,12 @@ MUTATIONS = (
         "double DQN chooses by the target network and values by the online one",
         "agents/dqn.py",
         """
-            following = self.target.distribution(batch.next_observation)
-            chooser_BA = (
-                self.online(batch.next_observation) if self.settings.double else following.mean
-            )
+            returns = self.target.distribution(following, s.precision)
+            chooser_BA = self.online(following, s.precision) if s.double else returns.mean
 """,
         """
-            following = self.online.distribution(batch.next_observation)
-            chooser_BA = (
-                self.target(batch.next_observation) if self.settings.double else following.mean
-            )
+            returns = self.online.distribution(following, s.precision)
+            chooser_BA = self.target(following, s.precision) if s.double else returns.mean
 """,
         ("tests/unit/test_dqn.py::TestLoss::test_two_transitions_by_hand",),
     ),
