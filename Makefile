@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-slow mutations bench check format docs tutorial docker clean
+.PHONY: help venv train test test-slow mutations bench bench-check check format docs tutorial docker clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -32,6 +32,9 @@ mutations: $(STAMP) ## plant 50 bugs, each alone in a copy: the tests must catch
 
 bench: $(STAMP) ## measure env steps per second beside the machine's limit; ARGS="workers=2 env=atari"
 	$(BIN)/python benchmarks/env_steps.py $(ARGS)
+
+bench-check: $(STAMP) ## guard speed: ratios to bare loops, in under three minutes
+	$(BIN)/python benchmarks/check.py $(ARGS)
 
 check: $(STAMP) ## format, lint, types and spelling, as CI runs them
 	$(BIN)/ruff format --check .

@@ -278,6 +278,20 @@ def test_training_tells_its_rate_beside_bare_updates(call: Call) -> None:
         assert pair["ratio"] == pytest.approx(quotient, abs=1e-3)
 
 
+def test_guards_tell_what_is_too_low(call: Call, tmp_path: Path, monkeypatch: Any) -> None:
+    check = load("check", monkeypatch)
+    (tmp_path / "one.py").write_text("""print('{"ratio": 0.7}')""")
+    command = (str(tmp_path / "one.py"),)
+    guards = [check.Guard(f"at least {n}", command, lambda r: r["ratio"], n) for n in (0.6, 0.8)]
+    monkeypatch.setattr(check, "GUARDS", guards)
+    told = call("check", "")
+    assert told.code == 1
+    assert told.result["low"] == ["at least 0.8"]
+    monkeypatch.setattr(check, "GUARDS", guards[:1])
+    told = call("check", "")
+    assert (told.code, told.result["low"]) == (0, [])
+
+
 PEER = """
 import json, sys
 with open("calls", "a") as file:
