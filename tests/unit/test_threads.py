@@ -1,0 +1,75 @@
+"""Threads of updates: tried in turns, and the fastest number stays."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+
+from actorlearner import threads
+from actorlearner.threads import UpdateThreads
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def updates(
+    tried: UpdateThreads, seconds: Mapping[int, float], count: int, patch: pytest.MonkeyPatch
+) -> list[int]:
+    """Threads that each of ``count`` updates had, which takes ``seconds`` by their number."""
+    now, seen = 0.0, []
+    patch.setattr(threads.time, "perf_counter", lambda: now)
+    for _ in range(count):
+        with tried.update():
+            seen.append(torch.get_num_threads())
+            now += seconds[seen[-1]]
+        assert torch.get_num_threads() == 1
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [
+        ({1: 0.025, 2: 0.018}, 2),
+        ({1: 0.025, 2: 0.024}, 1),  # not worth a core
+        ({1: 0.025, 2: 0.3}, 1),
+        ({1: 0.03, 3: 0.02, 4: 0.019}, 3),
+        ({1: 0.03, 3: 0.029, 4: 0.012}, 4),
+        ({2: 0.001, 3: 0.0005}, 3),
+    ],
+)
+def test_the_fastest_stays(seconds, best, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    tried = UpdateThreads(list(seconds))
+    seen = updates(tried, seconds, 1000, monkeypatch)
+    assert set(seen[:400]) >= set(seconds)
+    assert set(seen[500:]) == {best}
+    (message,) = caplog.messages
+    assert message.startswith(f"Updates run with {best} torch thread")
+    assert f"{1e3 * seconds[best]:.1f} ms with {best}" in message
+
+
+def test_they_take_turns(monkeypatch):
+    """A stretch in which the machine is busy meets all of them."""
+    seen = updates(UpdateThreads([1, 2]), {1: 0.01, 2: 0.01}, 50, monkeypatch)
+    assert seen[:10] == [1] * 10  # the warm-up
+    assert seen[10:34] == [*[1] * 4, *[2] * 4] * 3
+
+
+def test_one_number_is_not_tried(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    assert set(updates(UpdateThreads([3]), {3: 0.01}, 200, monkeypatch)) == {3}
+    assert not caplog.messages
+
+
+def test_an_update_that_fails_leaves_one_thread():
+    with pytest.raises(ZeroDivisionError), UpdateThreads([2]).update():
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == 1
