@@ -191,7 +191,7 @@ class EnvAdapter:
         self._lives = 0
         self._spaces = FlatSpaces.of(env.observation_space, env.action_space, name, frame_stack)
         self.spec = self._spaces.spec
-        self.flatten, self._native = self._spaces.flatten, self._spaces.native
+        self.flatten, self.native_array = self._spaces.flatten, self._spaces.native_array
         self.needs_no_adapting = self._spaces.is_plain and not tells_lives
 
     def reset(self, seed: int | None) -> Observation:
@@ -221,7 +221,9 @@ class EnvAdapter:
             BadInput: the observation has not the shape that the space promises, or the reward is
                 not one number.
         """
-        given = self.env.step(self._native(action))
+        # Indexing makes a scalar of what is one action: an index gets to the environment as its
+        # space samples one, which is how Gymnasium's own vector environments hand it over.
+        given = self.env.step(self.native_array(action)[()])
         observation, reward, terminated, truncated, info = given
         if type(reward) is not float:
             reward = self.number(reward)

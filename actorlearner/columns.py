@@ -95,6 +95,10 @@ class SeparateEnvs:
         """Step ``adapters``, which are this object's to close."""
         self.adapters = list(adapters)
         self._infos: Sequence[Mapping[str, Any]] = ()
+        # The commonest environments are called directly: through an adapter a call costs more than
+        # a small environment's step.
+        plain = all(adapter.needs_no_adapting for adapter in self.adapters)
+        self._plain_steps = [a.env.step for a in self.adapters] if plain else None
 
     def begin(
         self, seeds: NDArray[np.int64], into: Observation, beat: Callable[[], None] = _no_beat
@@ -106,41 +110,48 @@ class SeparateEnvs:
 
     def step(self, action: Array, resting: NDArray[np.bool_], into: Observation) -> ColumnSteps:
         """See `Envs`."""
-        if all(adapter.needs_no_adapting for adapter in self.adapters):
-            return self._step_unadapted(action.tolist(), resting.tolist(), into[OBSERVATION])
+        if self._plain_steps is not None:
+            return self._step_plain(self._plain_steps, action, resting, into[OBSERVATION])
         rests: list[bool] = resting.tolist()
         steps: list[EnvStep] = []
-        scalar = self.adapters[0].spec.action.is_discrete
-        actions = action.tolist() if scalar else action
         for column, adapter in enumerate(self.adapters):
             if rests[column]:
                 steps.append(_RESTED)
                 continue
-            step = adapter.step(actions[column])
+            step = adapter.step(action[column])
             for key, value in step[0].items():
                 into[key][column] = value
             steps.append(step)
         _, *outcomes, self._infos = zip(*steps, strict=True)
         return ColumnSteps(*map(np.array, outcomes))
 
-    def _step_unadapted(self, actions: list[int], rests: list[bool], rows: Array) -> ColumnSteps:
-        """As `step`, for the commonest environments, where calls would cost more than they do."""
+    def _step_plain(
+        self,
+        env_steps: Sequence[Callable[[Any], Any]],
+        action: Array,
+        resting: NDArray[np.bool_],
+        rows: Array,
+    ) -> ColumnSteps:
+        """As `step`, by the environments' own ``env_steps``."""
+        actions = self.adapters[0].native_array(action)
+        steps = [
+            _RESTED_PLAIN if rests else env_step(action)
+            for env_step, action, rests in zip(env_steps, actions, resting.tolist(), strict=True)
+        ]
+        given, rewards, terminated, truncated, self._infos = zip(*steps, strict=True)
+        observations = list(given)
+        for column in resting.nonzero()[0].tolist():
+            observations[column] = rows[column]
         shape = rows.shape[1:]
-        steps: list[tuple[Any, ...]] = []
-        for column, adapter in enumerate(self.adapters):
-            if rests[column]:
-                steps.append(_RESTED_UNADAPTED)
-                continue
-            step = adapter.env.step(actions[column])
-            observation = step[0]
-            if getattr(observation, "shape", None) != shape:  # a list, or an error
-                observation = adapter.flatten(observation, "step")[OBSERVATION]
-            rows[column] = observation
-            steps.append(step)
-        _, rewards, terminated, truncated, self._infos = zip(*steps, strict=True)
+        if [getattr(o, "shape", None) for o in observations] != [shape] * len(rows):
+            observations = [  # a list among them, or an error
+                adapter.flatten(observation, "step")[OBSERVATION]
+                for adapter, observation in zip(self.adapters, observations, strict=True)
+            ]
+        rows[:] = observations
         if set(map(type, rewards)) != {float}:
             rewards = tuple(a.number(r) for a, r in zip(self.adapters, rewards, strict=True))
-        never = np.zeros(len(rests), np.bool_)
+        never = np.zeros(len(rows), np.bool_)
         return ColumnSteps(np.array(rewards), _flags(terminated), _flags(truncated), never)
 
     def info_metrics(self, column: int, names: Sequence[str]) -> InfoMetrics:
@@ -169,7 +180,7 @@ def _flags(given: Sequence[Any]) -> NDArray[np.bool_]:
 
 
 _RESTED: EnvStep = ({}, 0.0, False, False, False, {})
-_RESTED_UNADAPTED: tuple[Any, ...] = (None, 0.0, False, False, {})
+_RESTED_PLAIN: tuple[Any, ...] = (None, 0.0, False, False, {})
 
 
 class VectorEnvs:
@@ -315,14 +326,14 @@ def make_envs(factory: EnvFactory, spec: EnvSpec, num_envs: int, seeded: bool) -
     """
     vector = None if seeded else factory.vector(num_envs)
     if vector is None:
-        envs = SeparateEnvs([])
+        adapters: list[EnvAdapter] = []
         try:
             for _ in range(num_envs):
-                envs.adapters.append(adapt(factory))
+                adapters.append(adapt(factory))
         except BaseException:
-            envs.close()
+            SeparateEnvs(adapters).close()
             raise
-        return envs
+        return SeparateEnvs(adapters)
     try:
         return VectorEnvs(vector, spec, factory.terminal_on_life_loss)
     except BaseException:
