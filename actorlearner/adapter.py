@@ -221,10 +221,10 @@ class EnvAdapter:
             BadInput: the observation has not the shape that the space promises, or the reward is
                 not one number.
         """
-        # Indexing makes a scalar of what is one action: an index gets to the environment as its
-        # space samples one, which is how Gymnasium's own vector environments hand it over.
-        given = self.env.step(self.native_array(action)[()])
-        observation, reward, terminated, truncated, info = given
+        native = self.native_array(action)
+        if self.spec.action.is_discrete:  # a scalar, as the space samples it
+            native = native[()]
+        observation, reward, terminated, truncated, info = self.env.step(native)
         if type(reward) is not float:
             reward = self.number(reward)
         lost_life = False

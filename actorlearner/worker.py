@@ -89,6 +89,8 @@ class EnvWorker:
         self._envs = make_envs(spec.env_factory, spec.env_spec, count, spec.seed_every_episode)
         self.phase = "constructing the policy"
         self._policy = self._make_policy(greedy=False)
+        # Looked at once: of a protocol it takes as long as a row of an unroll.
+        self._recurrent = self._policy if isinstance(self._policy, RecurrentPolicy) else None
         self._observation = {
             key: array.zeros(count) for key, array in spec.env_spec.observation.items()
         }
@@ -131,8 +133,8 @@ class EnvWorker:
     def _remember(self, states: Sequence[StreamState]) -> None:
         """Bring a recurrent policy to where it stood; new streams have nothing to remember."""
         self.phase = "the policy"
-        if isinstance(self._policy, RecurrentPolicy) and all(s.policy_state for s in states):
-            self._policy.set_state(
+        if self._recurrent is not None and all(s.policy_state for s in states):
+            self._recurrent.set_state(
                 {
                     name: np.stack([state.policy_state[name] for state in states])
                     for name in states[0].policy_state
@@ -163,10 +165,9 @@ class EnvWorker:
             for column in np.flatnonzero(~still_B).tolist():
                 action_B[column] = recorded[column][step]
             steps = self._envs.step(action_B, still_B, self._observation)
-            self._score(steps, ~still_B, row=-1)
+            self._rests_B |= self._score(steps, ~still_B, row=-1)
             self._stack.push(self._observation, np.zeros_like(still_B), still_B)
             self._first_B &= still_B
-            self._rests_B |= steps.terminated | steps.truncated
             self.pulse.beat()
         for column, state in enumerate(states):
             wanted = state.observation or {}
@@ -196,7 +197,7 @@ class EnvWorker:
         )
         into.sequence, into.version = self._sequence, snapshot.version
         into.episodes, into.lives = [], []
-        recurrent = self._policy if isinstance(self._policy, RecurrentPolicy) else None
+        recurrent = self._recurrent
         policy_s = env_s = 0.0
         now = time.perf_counter()
         for key, array in self._observation.items():
@@ -217,6 +218,8 @@ class EnvWorker:
             env_s -= now - (now := time.perf_counter())
         for key, array in into.observation.items():
             self._observation[key][:] = array[-1]
+        into.truncated &= ~into.terminated
+        into.action[~into.valid] = 0
         self._check_numbers(into)
         self.phase = "the policy"
         if recurrent is not None:
@@ -247,26 +250,21 @@ class EnvWorker:
     def _fill(self, row: int, action_B: Array, into: Unroll) -> None:
         """One row: a step, or a reset, of every stream."""
         rests_B = self._rests_B
-        valid_B = ~rests_B
         following = {key: array[row + 1] for key, array in into.observation.items()}
         self.phase = "step"
         steps = self._envs.step(action_B, rests_B, following)
-        terminated_B = steps.terminated | steps.lost_life
         into.action[row] = action_B
         into.reward[row] = steps.reward
-        into.terminated[row] = terminated_B
-        into.truncated[row] = steps.truncated & ~terminated_B
-        into.valid[row] = valid_B
+        into.terminated[row] = steps.terminated | steps.lost_life
+        into.truncated[row] = steps.truncated
         into.first[row] = self._first_B
-        episodes, lives = self._score(steps, valid_B, row)
-        into.episodes += episodes
-        into.lives += lives
-        if rests_B.any():
-            into.action[row, rests_B] = 0
-            self._restart(np.flatnonzero(rests_B), following)
-        self._stack.push(following, first=rests_B)
+        valid_B = np.logical_not(rests_B, out=into.valid[row])
         self._first_B = rests_B
-        self._rests_B = steps.terminated | steps.truncated
+        self._rests_B = self._score(steps, valid_B, row, into)
+        resting = rests_B.nonzero()[0]
+        if len(resting):
+            self._restart(resting, following)
+        self._stack.push(following, first=rests_B)
 
     def _restart(self, columns: NDArray[np.int64], into: Observation) -> None:
         self.phase = "reset"
@@ -280,16 +278,21 @@ class EnvWorker:
             self.pulse.beat()
 
     def _score(
-        self, steps: ColumnSteps, valid_B: NDArray[np.bool_], row: int
-    ) -> tuple[list[Episode], list[Episode]]:
-        """Add to the scores; the episodes and the lives that ended."""
-        ended_B = steps.terminated | steps.truncated
+        self, steps: ColumnSteps, valid_B: NDArray[np.bool_], row: int, into: Unroll | None = None
+    ) -> NDArray[np.bool_]:
+        """Add to the scores, and note in ``into`` what ended; the columns whose episode has."""
+        spec = self.spec
+        ended_B: NDArray[np.bool_] = steps.terminated | steps.truncated
         self._episode_score.add(steps.reward, valid_B)
-        episodes = self._episode_score.take(ended_B, row, self.spec.streams, self._info_of)
-        if not self.spec.env_factory.terminal_on_life_loss:
-            return episodes, []
-        self._life_score.add(steps.reward, valid_B)
-        return episodes, self._life_score.take(ended_B | steps.lost_life, row, self.spec.streams)
+        episodes = self._episode_score.take(ended_B, row, spec.streams, self._info_of)
+        lives: list[Episode] = []
+        if spec.env_factory.terminal_on_life_loss:
+            self._life_score.add(steps.reward, valid_B)
+            lives = self._life_score.take(ended_B | steps.lost_life, row, spec.streams)
+        if into is not None:
+            into.episodes += episodes
+            into.lives += lives
+        return ended_B
 
     def _info_of(self, column: int) -> InfoMetrics:
         return self._envs.info_metrics(column, self.spec.env_factory.info_metrics)
@@ -461,9 +464,9 @@ class Score:
             streams: of the columns.
             info_of: numbers that a column's episode ended with.
         """
-        if not ended_B.any():
+        columns = ended_B.nonzero()[0]
+        if not len(columns):
             return []
-        columns = np.flatnonzero(ended_B)
         returns, lengths = self._return_B[columns].tolist(), self._length_B[columns].tolist()
         ended = [
             Episode(streams[column], row, ret, length, info_of(column))
