@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import parent_process
@@ -31,6 +31,7 @@ from actorlearner.contracts import (
     Episode,
     EvaluationRequest,
     Failure,
+    InfoMetrics,
     Snapshot,
     Unroll,
     WorkerSpec,
@@ -85,6 +86,7 @@ class Slot:
         self.unroll = Unroll.from_arrays(spec.index, spec.streams, rest)
         self._ended = arrays[self._ENDED]
         self._names = spec.env_factory.info_metrics
+        self._told_nothing = (math.nan,) * len(self._names)
 
     @classmethod
     def layout(cls, spec: WorkerSpec) -> dict[str, ArraySpec]:
@@ -97,10 +99,12 @@ class Slot:
     def commit(self, index: int) -> Commit:
         """Complete the slot, number ``index`` of its worker, and tell of it."""
         unroll = self.unroll
-        for line, episode in enumerate([*unroll.episodes, *unroll.lives]):
-            info = dict(episode.info)
-            noted = [info.get(name, math.nan) for name in self._names]  # NaN: it had none
-            self._ended[line] = [*episode[: len(_NUMBERS)], *noted]
+        lines = [
+            (*episode[: len(_NUMBERS)], *self._noted(episode.info))
+            for episode in (*unroll.episodes, *unroll.lives)
+        ]
+        if lines:
+            self._ended[: len(lines)] = lines
         return Commit(
             index,
             unroll.sequence,
@@ -111,14 +115,25 @@ class Slot:
             unroll.started_at,
         )
 
+    def _noted(self, info: InfoMetrics) -> Sequence[float]:
+        """One number for each name; NaN: it had none."""
+        if not info:  # as most; there may be hundreds
+            return self._told_nothing
+        numbers = dict(info)
+        return [numbers.get(name, math.nan) for name in self._names]
+
+    def _info(self, noted: Sequence[float]) -> InfoMetrics:
+        named = zip(self._names, noted, strict=True)
+        return tuple((name, number) for name, number in named if not math.isnan(number))
+
     def view(self, commit: Commit) -> Unroll:
         """The unroll that ``commit`` tells of."""
-        ended = []
-        lines = self._ended[: commit.num_episodes + commit.num_lives].tolist()
-        for stream, row, ret, length, *noted in lines:
-            named = zip(self._names, noted, strict=True)
-            info = tuple((name, number) for name, number in named if not math.isnan(number))
-            ended.append(Episode(int(stream), int(row), ret, int(length), info))
+        lines = self._ended[: commit.num_episodes + commit.num_lives]
+        tells = not np.isnan(lines[:, len(_NUMBERS) :]).all()
+        ended = [
+            Episode(int(stream), int(row), ret, int(length), self._info(noted) if tells else ())
+            for stream, row, ret, length, *noted in lines.tolist()
+        ]
         return replace(
             self.unroll,
             sequence=commit.sequence,
