@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -263,19 +264,20 @@ class EnvWorker:
         self._rests_B = self._score(steps, valid_B, row, into)
         resting = rests_B.nonzero()[0]
         if len(resting):
-            self._restart(resting, following)
+            self._restart(resting.tolist(), following)
         self._stack.push(following, first=rests_B)
 
-    def _restart(self, columns: NDArray[np.int64], into: Observation) -> None:
+    def _restart(self, columns: list[int], into: Observation) -> None:
         self.phase = "reset"
-        spec = self.spec
+        spec, seeds = self.spec, None
         self._episodes_B[columns] += 1
-        for column in columns.tolist():
-            seed = None
-            if spec.seed_every_episode:
-                seed = stream_seed(spec.seed, spec.streams[column], int(self._episodes_B[column]))
-            self._envs.restart(column, seed, into)
-            self.pulse.beat()
+        if spec.seed_every_episode:
+            numbers = self._episodes_B[columns].tolist()
+            seeds = [
+                stream_seed(spec.seed, spec.streams[column], number)
+                for column, number in zip(columns, numbers, strict=True)
+            ]
+        self._envs.restart(columns, seeds, into, self.pulse.beat)
 
     def _score(
         self, steps: ColumnSteps, valid_B: NDArray[np.bool_], row: int, into: Unroll | None = None
@@ -284,7 +286,7 @@ class EnvWorker:
         spec = self.spec
         ended_B: NDArray[np.bool_] = steps.terminated | steps.truncated
         self._episode_score.add(steps.reward, valid_B)
-        episodes = self._episode_score.take(ended_B, row, spec.streams, self._info_of)
+        episodes = self._episode_score.take(ended_B, row, spec.streams, self._infos_of)
         lives: list[Episode] = []
         if spec.env_factory.terminal_on_life_loss:
             self._life_score.add(steps.reward, valid_B)
@@ -294,8 +296,8 @@ class EnvWorker:
             into.lives += lives
         return ended_B
 
-    def _info_of(self, column: int) -> InfoMetrics:
-        return self._envs.info_metrics(column, self.spec.env_factory.info_metrics)
+    def _infos_of(self, columns: Sequence[int]) -> Sequence[InfoMetrics]:
+        return self._envs.info_metrics(columns, self.spec.env_factory.info_metrics)
 
     def _check_numbers(self, unroll: Unroll) -> None:
         self.phase = "step"
@@ -372,8 +374,7 @@ class EnvWorker:
             if episode[column] >= 0:
                 self.phase = "reset of an evaluation episode"
                 seed = stream_seed(request.seed, 0, episode[column], evaluation=True)
-                self._evaluation_envs.restart(column, seed, observation)
-                self.pulse.beat()
+                self._evaluation_envs.restart([column], [seed], observation, self.pulse.beat)
                 first_B[column] = True
                 film(episode[column])
 
@@ -454,7 +455,7 @@ class Score:
         ended_B: NDArray[np.bool_],
         row: int,
         streams: Sequence[int],
-        info_of: Callable[[int], InfoMetrics] = lambda _: (),
+        infos_of: Callable[[Sequence[int]], Sequence[InfoMetrics]] | None = None,
     ) -> list[Episode]:
         """What ended in ``row``; those columns begin anew.
 
@@ -462,18 +463,21 @@ class Score:
             ended_B: which did.
             row: of the unroll.
             streams: of the columns.
-            info_of: numbers that a column's episode ended with.
+            infos_of: numbers that the episodes of columns ended with; None for no such.
         """
-        columns = ended_B.nonzero()[0]
-        if not len(columns):
+        at = ended_B.nonzero()[0]
+        if not len(at):
             return []
-        returns, lengths = self._return_B[columns].tolist(), self._length_B[columns].tolist()
-        ended = [
-            Episode(streams[column], row, ret, length, info_of(column))
-            for column, ret, length in zip(columns.tolist(), returns, lengths, strict=True)
-        ]
-        self._return_B[columns], self._length_B[columns] = 0.0, 0
-        return ended
+        columns = at.tolist()
+        ended = zip(
+            [streams[column] for column in columns],
+            repeat(row),
+            self._return_B[at].tolist(),
+            self._length_B[at].tolist(),
+            repeat(()) if infos_of is None else infos_of(columns),
+        )  # fmt: skip
+        self._return_B[at], self._length_B[at] = 0.0, 0
+        return list(map(Episode._make, ended))
 
 
 def probe(factory: EnvFactory, render_mode: str | None = None) -> EnvSpec:

@@ -162,6 +162,10 @@ def vector_env(recipe: Recipe) -> Any:
         vector = factory.vector(recipe.num_envs, stack)  # its own stacks, as users have them
         if vector is not None:
             return vector
+    elif stack == 1:  # nothing in Gymnasium stacks what a native one observes
+        vector = factory.vector(recipe.num_envs)
+        if vector is not None:
+            return vector
 
     def make() -> Any:
         env = factory()

@@ -457,8 +457,8 @@ MUTATIONS = (
         "worker_truncation_terminates",
         "a truncation is learned from as a termination",
         "worker.py",
-        "terminated_B = steps.terminated | steps.lost_life",
-        "terminated_B = steps.terminated | steps.truncated | steps.lost_life",
+        "into.terminated[row] = steps.terminated | steps.lost_life",
+        "into.terminated[row] = steps.terminated | steps.truncated | steps.lost_life",
         ("tests/unit/test_worker.py::test_every_number_is_where_it_belongs",),
     ),
     Mutation(
@@ -468,8 +468,7 @@ MUTATIONS = (
         "steps = self._envs.step(action_B, rests_B, following)\n",
         """\
 steps = self._envs.step(action_B, rests_B, following)
-        for column in np.flatnonzero(steps.truncated).tolist():
-            self._envs.restart(column, None, following)
+        self._envs.restart(np.flatnonzero(steps.truncated).tolist(), None, following)
 """,
         ("tests/unit/test_worker.py::test_every_number_is_where_it_belongs",),
     ),
@@ -485,8 +484,8 @@ steps = self._envs.step(action_B, rests_B, following)
         "worker_reset_row_counts",
         "a reset row counts as an env step",
         "worker.py",
-        "into.valid[row] = valid_B",
-        "into.valid[row] = True",
+        "valid_B = np.logical_not(rests_B, out=into.valid[row])",
+        "valid_B, into.valid[row] = ~rests_B, True",
         ("tests/unit/test_worker.py::test_conservation",),
     ),
     Mutation(
