@@ -562,6 +562,21 @@ class StreamState:
 
 
 @dataclass(frozen=True, slots=True)
+class Acting:
+    """How workers run the network of a `NetworkPolicy`; see `actorlearner.acting`.
+
+    Attributes:
+        precision: of convolutions.
+        graph: an ONNX model of the network, for onnxruntime; empty: torch runs it.
+        constants: parameters that are constants of ``graph``; all others are inputs.
+    """
+
+    precision: Literal["float32", "bfloat16"] = "float32"
+    graph: bytes = b""
+    constants: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """The whole recipe of one worker; it travels by value.
 
@@ -578,6 +593,7 @@ class WorkerSpec:
             the first of each stream.
         first_sequence: number of its first unroll.
         stream_states: where each of its streams goes on; empty for a fresh start.
+        acting: how it runs the policy's network, but not in evaluations.
     """
 
     index: int
@@ -591,6 +607,7 @@ class WorkerSpec:
     seed_every_episode: bool = False
     first_sequence: int = 0
     stream_states: tuple[StreamState, ...] = ()
+    acting: Acting = Acting()
 
     @property
     def unroll_layout(self) -> dict[str, ArraySpec]:
@@ -728,6 +745,22 @@ class Policy(Protocol):
         ``[B, ...]`` as in `PolicyFactory.extras_spec`.
         """
         ...
+
+
+@runtime_checkable
+class NetworkPolicy(Policy, Protocol):
+    """A policy that gets its numbers from one network, which others may run for it (`Acting`).
+
+    Attributes:
+        network: gives one tensor ``[B, ...]`` for a mapping of tensors ``[B, *stacked_shape]``, and
+            depends on its parameters and buffers alone, which `load` fills in place.
+        forward: runs it, on arrays; `act` takes its numbers from nowhere else.
+        has_noise: whether the network depends on more: on noise that `act` draws.
+    """
+
+    network: torch.nn.Module
+    has_noise: bool
+    forward: Callable[[Observation], Array]
 
 
 @runtime_checkable
@@ -1126,6 +1159,7 @@ class Tracker(MetricSink, Protocol):
 
 __all__ = [
     "OBSERVATION",
+    "Acting",
     "ActorLearnerError",
     "Agent",
     "Array",
@@ -1144,6 +1178,7 @@ __all__ = [
     "LauncherClosed",
     "MetricSink",
     "NativeSpec",
+    "NetworkPolicy",
     "NonFiniteError",
     "Observation",
     "Policy",

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from actorlearner.acting import equip
 from actorlearner.adapter import info_metrics
 from actorlearner.columns import ColumnSteps, Envs, SeparateEnvs, adapt, close, make_envs
 from actorlearner.contracts import (
@@ -90,6 +91,7 @@ class EnvWorker:
         self._envs = make_envs(spec.env_factory, spec.env_spec, count, spec.seed_every_episode)
         self.phase = "constructing the policy"
         self._policy = self._make_policy(greedy=False)
+        self._adopt = equip(self._policy, spec.acting)
         # Looked at once: of a protocol it takes as long as a row of an unroll.
         self._recurrent = self._policy if isinstance(self._policy, RecurrentPolicy) else None
         self._observation = {
@@ -191,6 +193,7 @@ class EnvWorker:
         self.phase = "the policy"
         if snapshot is not self._snapshot:
             self._policy.load(snapshot)
+            self._adopt()
             self._snapshot = snapshot
         # The generator is a function of the unroll's number, so none needs saving.
         generator = np.random.Generator(

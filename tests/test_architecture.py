@@ -45,6 +45,7 @@ FLOORS = {
     "pulse": 1,
     "messages": 1,
     "onnx_export": 1,
+    "acting": 2,
     "callbacks": 1,
     "tracking": 2,
     "faults": 2,
@@ -99,6 +100,7 @@ SAME_FLOOR = {
     ("envs", "columns"),  # likewise of many
     ("suites", "adapter"),  # likewise
     ("suites", "columns"),  # likewise
+    ("worker", "acting"),  # what runs the policy's network
     ("worker", "adapter"),  # numbers of info
     ("worker", "columns"),  # steps them
     ("worker", "streams"),  # seeds of episodes

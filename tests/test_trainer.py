@@ -229,6 +229,8 @@ class TestSettings:
             ({"compile": True}, "^trainer.compile=True: must be one of default, reduce-overhead"),
             ({"compile": "default"}, "^trainer.compile=default: lockstep needs null"),
             ({"dtype": "bfloat16", "lockstep": True}, "^trainer.dtype=bfloat16: lockstep needs"),
+            ({"acting": {"backend": "auto"}}, "^acting.backend=auto: lockstep needs acting.backe"),
+            ({"acting": {"precision": "bfloat16"}}, "^acting.precision=bfloat16: lockstep needs"),
             ({"samples_per_insert": float("inf")}, "^samples_per_insert=inf: must be greater"),
             ({"samples_per_insert": float("nan")}, "^samples_per_insert=nan: must be greater"),
             ({"evaluation": {"episodes": 0}}, "^evaluation.episodes=0: must be at least 1"),

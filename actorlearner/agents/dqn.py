@@ -34,7 +34,15 @@ from actorlearner.contracts import (
     UnsupportedSpace,
 )
 from actorlearner.joint_actions import JointActions
-from actorlearner.networks import MLP, DuelingHead, Encoder, LinearLayer, NoisyLinear, Torso
+from actorlearner.networks import (
+    MLP,
+    DuelingHead,
+    EagerForward,
+    Encoder,
+    LinearLayer,
+    NoisyLinear,
+    Torso,
+)
 from actorlearner.onnx_export import export_action_values
 from actorlearner.schedules import check_knots, piecewise
 from actorlearner.value_heads import (
@@ -193,7 +201,7 @@ class QNetwork(nn.Module):
         return returns
 
     def _features(self, observation: Mapping[str, Tensor]) -> Tensor:
-        dtype = next(self.parameters()).dtype
+        dtype = next(self.head.parameters()).dtype  # convolutions may have one of their own
         features: Tensor = self.hidden(self.encoder(observation, dtype))
         return features
 
@@ -236,10 +244,12 @@ class EpsilonGreedyPolicy:
             greedy: leave out the noise of noisy layers.
             extras: those of `EXTRAS` that are asked for.
         """
-        self._network = network.requires_grad_(False).eval()
+        self.network = network.requires_grad_(False).eval()
+        self.forward: Callable[[Observation], Array] = EagerForward(self.network)
         self._parameters = dict(network.state_dict(keep_vars=True))
         noisy = () if greedy else network.modules()
         self._noisy_layers = [layer for layer in noisy if isinstance(layer, NoisyLinear)]
+        self.has_noise = bool(self._noisy_layers)
         self._actions = actions
         self._fixed_epsilon = epsilon
         self._epsilon: float | Array = 0.0
@@ -259,9 +269,7 @@ class EpsilonGreedyPolicy:
         if generator is not None:
             for layer in self._noisy_layers:
                 layer.draw(generator)
-        with torch.inference_mode():
-            values = self._network({k: torch.from_numpy(v) for k, v in observation.items()})
-            values_BA: Array = values.numpy()
+        values_BA = self.forward(observation)
         action_B: Array = values_BA.argmax(1)
         if generator is not None and np.any(self._epsilon):
             explores_B = generator.random(len(action_B)) < self._epsilon
