@@ -227,8 +227,8 @@ def choose(
         elif settings.backend != "onnx":
             return Acting()
         raise BadInput(
-            f"{key}: {type(policy).__name__} is no single network, which torch alone can run, in "
-            "float32; leave the settings of acting as they come"
+            f"{key}: {type(policy).__name__} is no single network; only torch can run it, in "
+            "float32: leave the settings of acting as they come"
         )
     if settings.precision != "float32" or settings.backend == "eager":
         return Acting(precision=settings.precision)
@@ -251,7 +251,7 @@ def _faster(
     unroll_length: int,
     cache: Path | None,
 ) -> Acting:
-    case = [policy.network.__class__.__name__, num_columns, unroll_length, platform.processor()]
+    case = [policy.network.__class__.__name__, num_columns, unroll_length, platform.node()]
     if cache is not None and (known := _read(cache, case)) is not None:
         logger.info("Acting by %s, as was measured before (%s).", known, cache.name)
         return onnx_acting(policy.network, env_spec, num_columns) if known == "onnx" else Acting()
