@@ -22,6 +22,7 @@ is a row that is ``terminated`` without a reset row behind it: the episode goes 
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from typing import (
     Protocol,
     TypeAlias,
     TypeVar,
+    overload,
     runtime_checkable,
 )
 
@@ -278,6 +280,62 @@ class Episode(NamedTuple):
     info: InfoMetrics = ()
 
 
+class Episodes(Sequence[Episode]):
+    """Finished episodes, or lives, in one array: hundreds of short ones may end in an unroll.
+
+    Attributes:
+        lines: float64 ``[N, 4 + len(names)]``: stream, row, return and length, then a number of
+            ``info`` for each of ``names``, NaN where it had none.
+        names: those of `EnvFactory.info_metrics`.
+    """
+
+    def __init__(self, lines: NDArray[np.float64], names: Sequence[str]) -> None:
+        self.lines = lines
+        self.names = names
+
+    @staticmethod
+    def width(names: Sequence[str]) -> int:
+        """Columns of `lines`."""
+        return 4 + len(names)
+
+    @classmethod
+    def of(cls, episodes: Sequence[Episode], names: Sequence[str]) -> Episodes:
+        """``episodes`` in an array of its own."""
+        lines = np.full((len(episodes), cls.width(names)), np.nan)
+        for line, episode in zip(lines, episodes, strict=True):
+            line[:4] = episode[:4]
+            for name, number in episode.info:
+                line[4 + names.index(name)] = number
+        return cls(lines, names)
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __iter__(self) -> Iterator[Episode]:
+        tells = not np.isnan(self.lines[:, 4:]).all()
+        for stream, row, ret, length, *noted in self.lines.tolist():
+            info = self._info(noted) if tells else ()
+            yield Episode(int(stream), int(row), ret, int(length), info)
+
+    def _info(self, noted: Sequence[float]) -> InfoMetrics:
+        named = zip(self.names, noted, strict=True)
+        return tuple((name, number) for name, number in named if not math.isnan(number))
+
+    @overload
+    def __getitem__(self, index: int) -> Episode: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Episode]: ...
+
+    def __getitem__(self, index: int | slice) -> Episode | Sequence[Episode]:
+        return list(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @dataclass(slots=True)
 class Unroll:
     """``T`` rows of every stream of one worker (alignment: see the module's docstring).
@@ -317,8 +375,8 @@ class Unroll:
     policy_state: dict[str, Array] = field(default_factory=dict)
     sequence: int = 0
     version: int = 0
-    episodes: list[Episode] = field(default_factory=list)
-    lives: list[Episode] = field(default_factory=list)
+    episodes: Sequence[Episode] = ()
+    lives: Sequence[Episode] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     started_at: float = 0.0
 
@@ -1170,6 +1228,7 @@ __all__ = [
     "EnvFactory",
     "EnvSpec",
     "Episode",
+    "Episodes",
     "EvaluationRequest",
     "EvaluationResult",
     "Failure",

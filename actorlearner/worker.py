@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from actorlearner.contracts import (
     BadInput,
     EnvFactory,
     EnvSpec,
-    Episode,
+    Episodes,
     EvaluationRequest,
     EvaluationResult,
     Failure,
@@ -101,8 +100,8 @@ class EnvWorker:
         self._rests_B = np.zeros(count, np.bool_)  # its episode has ended: the next row resets it
         self._first_B = np.ones(count, np.bool_)
         self._episodes_B = np.zeros(count, np.int64)
-        self._episode_score = Score(count)
-        self._life_score = Score(count)
+        self._episode_score = Score(spec.streams, spec.env_factory.info_metrics)
+        self._life_score = Score(spec.streams, spec.env_factory.info_metrics)
         self._has_begun = False
 
     def _make_policy(self, greedy: bool) -> Policy:
@@ -172,6 +171,8 @@ class EnvWorker:
             self._stack.push(self._observation, np.zeros_like(still_B), still_B)
             self._first_B &= still_B
             self.pulse.beat()
+        for score in (self._episode_score, self._life_score):
+            score.take()  # what ended was told of when it did
         for column, state in enumerate(states):
             wanted = state.observation or {}
             if not all(np.array_equal(self._observation[k][column], wanted[k]) for k in wanted):
@@ -200,7 +201,6 @@ class EnvWorker:
             np.random.Philox(np.random.SeedSequence([spec.seed, spec.streams[0], self._sequence]))
         )
         into.sequence, into.version = self._sequence, snapshot.version
-        into.episodes, into.lives = [], []
         recurrent = self._recurrent
         policy_s = env_s = 0.0
         now = time.perf_counter()
@@ -222,6 +222,7 @@ class EnvWorker:
             env_s -= now - (now := time.perf_counter())
         for key, array in into.observation.items():
             self._observation[key][:] = array[-1]
+        into.episodes, into.lives = self._episode_score.take(), self._life_score.take()
         into.truncated &= ~into.terminated
         into.action[~into.valid] = 0
         self._check_numbers(into)
@@ -264,7 +265,7 @@ class EnvWorker:
         into.first[row] = self._first_B
         valid_B = np.logical_not(rests_B, out=into.valid[row])
         self._first_B = rests_B
-        self._rests_B = self._score(steps, valid_B, row, into)
+        self._rests_B = self._score(steps, valid_B, row)
         resting = rests_B.nonzero()[0]
         if len(resting):
             self._restart(resting.tolist(), following)
@@ -282,21 +283,14 @@ class EnvWorker:
             ]
         self._envs.restart(columns, seeds, into, self.pulse.beat)
 
-    def _score(
-        self, steps: ColumnSteps, valid_B: NDArray[np.bool_], row: int, into: Unroll | None = None
-    ) -> NDArray[np.bool_]:
-        """Add to the scores, and note in ``into`` what ended; the columns whose episode has."""
-        spec = self.spec
+    def _score(self, steps: ColumnSteps, valid_B: NDArray[np.bool_], row: int) -> NDArray[np.bool_]:
+        """Add to the scores; the columns whose episode has ended."""
         ended_B: NDArray[np.bool_] = steps.terminated | steps.truncated
         self._episode_score.add(steps.reward, valid_B)
-        episodes = self._episode_score.take(ended_B, row, spec.streams, self._infos_of)
-        lives: list[Episode] = []
-        if spec.env_factory.terminal_on_life_loss:
+        self._episode_score.end(ended_B, row, self._infos_of)
+        if self.spec.env_factory.terminal_on_life_loss:
             self._life_score.add(steps.reward, valid_B)
-            lives = self._life_score.take(ended_B | steps.lost_life, row, spec.streams)
-        if into is not None:
-            into.episodes += episodes
-            into.lives += lives
+            self._life_score.end(ended_B | steps.lost_life, row)
         return ended_B
 
     def _infos_of(self, columns: Sequence[int]) -> Sequence[InfoMetrics]:
@@ -439,48 +433,65 @@ class EnvWorker:
 class Score:
     """Sums of raw rewards and counts of env steps, per column, until something ends."""
 
-    def __init__(self, num_columns: int) -> None:
-        """All zero."""
-        self._return_B = np.zeros(num_columns)
-        self._length_B = np.zeros(num_columns, np.int64)
+    def __init__(self, streams: Sequence[int], names: Sequence[str]) -> None:
+        """All zero.
+
+        Args:
+            streams: of the columns.
+            names: of numbers that an episode may end with.
+        """
+        self._stream_B = np.array(streams)
+        self._names = names
+        self._return_B = np.zeros(len(streams))
+        self._length_B = np.zeros(len(streams), np.int64)
+        self._ended: list[tuple[Any, ...]] = []
 
     def clear(self) -> None:
-        """All columns begin anew."""
+        """All columns begin anew, and nothing has ended."""
         self._return_B[:], self._length_B[:] = 0.0, 0
+        self._ended = []
 
     def add(self, reward_B: NDArray[np.floating], valid_B: NDArray[np.bool_]) -> None:
         """Count one row."""
         self._return_B += reward_B
         self._length_B += valid_B
 
-    def take(
+    def end(
         self,
         ended_B: NDArray[np.bool_],
         row: int,
-        streams: Sequence[int],
         infos_of: Callable[[Sequence[int]], Sequence[InfoMetrics]] | None = None,
-    ) -> list[Episode]:
-        """What ended in ``row``; those columns begin anew.
+    ) -> None:
+        """Note what ended in ``row``; those columns begin anew.
 
         Args:
             ended_B: which did.
             row: of the unroll.
-            streams: of the columns.
             infos_of: numbers that the episodes of columns ended with; None for no such.
         """
-        at = ended_B.nonzero()[0]
-        if not len(at):
-            return []
-        columns = at.tolist()
-        ended = zip(
-            [streams[column] for column in columns],
-            repeat(row),
-            self._return_B[at].tolist(),
-            self._length_B[at].tolist(),
-            repeat(()) if infos_of is None else infos_of(columns),
-        )  # fmt: skip
-        self._return_B[at], self._length_B[at] = 0.0, 0
-        return list(map(Episode._make, ended))
+        columns = ended_B.nonzero()[0]
+        if len(columns):
+            infos = () if infos_of is None else infos_of(columns.tolist())
+            ended = self._stream_B[columns], row, self._return_B[columns], self._length_B[columns]
+            self._ended.append((*ended, infos))
+            self._return_B[columns], self._length_B[columns] = 0.0, 0
+
+    def take(self) -> Episodes:
+        """What has ended since this was last asked."""
+        ended, self._ended = self._ended, []
+        count = sum(len(stream) for stream, *_ in ended)
+        lines = np.full((count, Episodes.width(self._names)), np.nan)
+        begin = 0
+        for *numbers, infos in ended:
+            part = lines[begin : begin + len(numbers[0])]
+            for index, number in enumerate(numbers):
+                part[:, index] = number
+            if any(infos):
+                for line, info in zip(part, infos, strict=True):
+                    for name, value in info:
+                        line[4 + self._names.index(name)] = value
+            begin += len(part)
+        return Episodes(lines, self._names)
 
 
 def probe(factory: EnvFactory, render_mode: str | None = None) -> EnvSpec:

@@ -500,8 +500,8 @@ steps = self._envs.step(action_B, rests_B, following)
         "worker_life_ends_the_game",
         "the score that is reported is that of a life",
         "worker.py",
-        "self._episode_score.take(ended_B, row,",
-        "self._episode_score.take(ended_B | steps.lost_life, row,",
+        "self._episode_score.end(ended_B, row,",
+        "self._episode_score.end(ended_B | steps.lost_life, row,",
         ("tests/unit/test_worker.py::test_lives_add_up_to_the_episode",),
     ),
 )

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import parent_process
@@ -28,10 +27,9 @@ import numpy as np
 from actorlearner.contracts import (
     Array,
     ArraySpec,
-    Episode,
+    Episodes,
     EvaluationRequest,
     Failure,
-    InfoMetrics,
     Snapshot,
     Unroll,
     WorkerSpec,
@@ -44,7 +42,6 @@ if TYPE_CHECKING:
     from actorlearner.worker import EnvWorker
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-_NUMBERS = ("stream", "row", "ret", "length")  # of an `Episode`; the rest of it is `info`
 
 
 class Commit(NamedTuple):
@@ -86,25 +83,24 @@ class Slot:
         self.unroll = Unroll.from_arrays(spec.index, spec.streams, rest)
         self._ended = arrays[self._ENDED]
         self._names = spec.env_factory.info_metrics
-        self._told_nothing = (math.nan,) * len(self._names)
 
     @classmethod
     def layout(cls, spec: WorkerSpec) -> dict[str, ArraySpec]:
         """The arrays of one slot."""
         rows = spec.unroll_length * len(spec.streams)
-        columns = len(_NUMBERS) + len(spec.env_factory.info_metrics)
+        columns = Episodes.width(spec.env_factory.info_metrics)
         ended = ArraySpec((2 * rows, columns), "float64")  # episodes, then lives
         return {**spec.unroll_layout, cls._ENDED: ended}
 
     def commit(self, index: int) -> Commit:
         """Complete the slot, number ``index`` of its worker, and tell of it."""
         unroll = self.unroll
-        lines = [
-            (*episode[: len(_NUMBERS)], *self._noted(episode.info))
-            for episode in (*unroll.episodes, *unroll.lives)
-        ]
-        if lines:
-            self._ended[: len(lines)] = lines
+        begin = 0
+        for ended in (unroll.episodes, unroll.lives):
+            if len(ended):
+                assert isinstance(ended, Episodes)
+                self._ended[begin : begin + len(ended)] = ended.lines
+            begin += len(ended)
         return Commit(
             index,
             unroll.sequence,
@@ -115,31 +111,15 @@ class Slot:
             unroll.started_at,
         )
 
-    def _noted(self, info: InfoMetrics) -> Sequence[float]:
-        """One number for each name; NaN: it had none."""
-        if not info:  # as most; there may be hundreds
-            return self._told_nothing
-        numbers = dict(info)
-        return [numbers.get(name, math.nan) for name in self._names]
-
-    def _info(self, noted: Sequence[float]) -> InfoMetrics:
-        named = zip(self._names, noted, strict=True)
-        return tuple((name, number) for name, number in named if not math.isnan(number))
-
     def view(self, commit: Commit) -> Unroll:
         """The unroll that ``commit`` tells of."""
         lines = self._ended[: commit.num_episodes + commit.num_lives]
-        tells = not np.isnan(lines[:, len(_NUMBERS) :]).all()
-        ended = [
-            Episode(int(stream), int(row), ret, int(length), self._info(noted) if tells else ())
-            for stream, row, ret, length, *noted in lines.tolist()
-        ]
         return replace(
             self.unroll,
             sequence=commit.sequence,
             version=commit.version,
-            episodes=ended[: commit.num_episodes],
-            lives=ended[commit.num_episodes :],
+            episodes=Episodes(lines[: commit.num_episodes], self._names),
+            lives=Episodes(lines[commit.num_episodes :], self._names),
             seconds=commit.seconds,
             started_at=commit.started_at,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actorlearner.contracts import Episode
+from actorlearner.contracts import Episode, Episodes
 from actorlearner.envs import GymEnvFactory
 from actorlearner.launch._child import Slot
 from tests.environments import Places, worker_specs
@@ -26,7 +26,9 @@ def test_what_ended_comes_out_as_it_went_in(episodes, lives):
     spec = worker_specs(GymEnvFactory.of(Places), envs_per_worker=5)[0]
     assert spec.env_factory.info_metrics == tuple(name for name, _ in TOLD)
     slot = Slot(spec, {name: array.zeros() for name, array in Slot.layout(spec).items()})
-    slot.unroll.episodes, slot.unroll.lives = list(episodes), list(lives)
+    names = spec.env_factory.info_metrics
+    slot.unroll.episodes = Episodes.of(episodes, names)
+    slot.unroll.lives = Episodes.of(lives, names)
     unroll = slot.view(slot.commit(0))
     assert unroll.episodes == episodes
     assert unroll.lives == lives
