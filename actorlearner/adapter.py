@@ -147,14 +147,13 @@ class FlatSpaces:
         )
 
     def native(self, action: Any) -> Any:
-        """The environment's own form of an action that counts from 0.
+        """The environment's own form of an action that counts from 0, as its space samples it.
 
         Args:
             action: an index for a discrete space, else an array; it is copied.
         """
-        if self._action_is_scalar:
-            return int(action) + (self._action_offset or 0)
-        return self.native_array(action)
+        array = self.native_array(action)
+        return array[()] if self._action_is_scalar else array
 
     def native_array(self, action: Any) -> Any:
         """As `native`, of one array or of many at once (``[B, ...]``)."""
@@ -191,7 +190,8 @@ class EnvAdapter:
         self._lives = 0
         self._spaces = FlatSpaces.of(env.observation_space, env.action_space, name, frame_stack)
         self.spec = self._spaces.spec
-        self.flatten, self.native_array = self._spaces.flatten, self._spaces.native_array
+        self.flatten, self._native = self._spaces.flatten, self._spaces.native
+        self.native_array = self._spaces.native_array
         self.needs_no_adapting = self._spaces.is_plain and not tells_lives
 
     def reset(self, seed: int | None) -> Observation:
@@ -221,10 +221,8 @@ class EnvAdapter:
             BadInput: the observation has not the shape that the space promises, or the reward is
                 not one number.
         """
-        native = self.native_array(action)
-        if self.spec.action.is_discrete:  # a scalar, as the space samples it
-            native = native[()]
-        observation, reward, terminated, truncated, info = self.env.step(native)
+        given = self.env.step(self._native(action))
+        observation, reward, terminated, truncated, info = given
         if type(reward) is not float:
             reward = self.number(reward)
         lost_life = False
