@@ -148,14 +148,13 @@ class FlatSpaces:
         )
 
     def native(self, action: Any) -> Any:
-        """The environment's own form of an action that counts from 0.
+        """The environment's own form of an action that counts from 0, as its space samples it.
 
         Args:
             action: an index for a discrete space, else an array; it is copied.
         """
-        if self._action_is_scalar:
-            return int(action) + (self._action_offset or 0)
-        return self.native_array(action)
+        array = self.native_array(action)
+        return array[()] if self._action_is_scalar else array
 
     def native_array(self, action: Any) -> Any:
         """As `native`, of one array or of many at once (``[B, ...]``)."""
@@ -193,6 +192,7 @@ class EnvAdapter:
         self._spaces = FlatSpaces.of(env.observation_space, env.action_space, name, frame_stack)
         self.spec = self._spaces.spec
         self.flatten, self._native = self._spaces.flatten, self._spaces.native
+        self.native_array = self._spaces.native_array
         self.needs_no_adapting = self._spaces.is_plain and not tells_lives
 
     def reset(self, seed: int | None) -> Observation:

@@ -12,6 +12,7 @@ import torch
 from actorlearner.callbacks import Callback
 from actorlearner.config import make
 from actorlearner.contracts import (
+    Acting,
     Agent,
     BadInput,
     EnvFactory,
@@ -23,7 +24,7 @@ from actorlearner.contracts import (
     Tracker,
     WorkerSpec,
 )
-from actorlearner.cores import usable_cores
+from actorlearner.memory import core_count
 from actorlearner.streams import StreamLedger, assign_streams
 from actorlearner.trainersettings import CompileMode, TrainerSettings
 
@@ -38,9 +39,8 @@ _AGENT = "actorlearner.agents.dqn:DQN"
 def learner_threads(settings: TrainerSettings) -> Iterator[None]:
     """Leave the workers a core each, and in lockstep use one thread: sums keep their order."""
     before = torch.get_num_threads()
-    cores = len(usable_cores())
     # A worker in this process acts by threads of its own choice; small networks lose by many.
-    wanted = 1 if settings.lockstep else max(1, cores - max(1, settings.workers))
+    wanted = 1 if settings.lockstep else max(1, core_count() - max(1, settings.workers))
     torch.set_num_threads(wanted)
     try:
         yield
@@ -135,6 +135,7 @@ def worker_specs(
     factory: EnvFactory,
     env_spec: EnvSpec,
     policy_factory: PolicyFactory,
+    acting: Acting = Acting(),  # noqa: B008 (it is frozen)
 ) -> list[WorkerSpec]:
     """What each worker is, and where its streams go on."""
     specs = []
@@ -150,6 +151,7 @@ def worker_specs(
             policy_factory=policy_factory,
             env_spec=env_spec,
             seed_every_episode=settings.lockstep,
+            acting=acting,
         )
         specs.append(going_on(spec, ledger))
     return specs

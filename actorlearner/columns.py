@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import gymnasium
@@ -71,12 +72,18 @@ class Envs(Protocol):
         """One env step of every column that does not rest."""
         ...
 
-    def info_metrics(self, column: int, names: Sequence[str]) -> InfoMetrics:
-        """Those of ``names`` that the last step's ``info`` has of ``column``."""
+    def info_metrics(self, columns: Sequence[int], names: Sequence[str]) -> list[InfoMetrics]:
+        """Those of ``names`` that the last step's ``info`` has of each of ``columns``."""
         ...
 
-    def restart(self, column: int, seed: int | None, into: Observation) -> None:
-        """Start the next episode of ``column``, which has rested."""
+    def restart(
+        self,
+        columns: Sequence[int],
+        seeds: Sequence[int] | None,
+        into: Observation,
+        beat: Callable[[], None] = _no_beat,
+    ) -> None:
+        """Start the next episode of each of ``columns``, which have rested; as `begin`."""
         ...
 
     def close(self) -> None:
@@ -95,62 +102,79 @@ class SeparateEnvs:
         """Step ``adapters``, which are this object's to close."""
         self.adapters = list(adapters)
         self._infos: Sequence[Mapping[str, Any]] = ()
+        # The commonest environments are called directly: through an adapter a call costs more than
+        # a small environment's step.
+        plain = all(adapter.needs_no_adapting for adapter in self.adapters)
+        self._plain_steps = [a.env.step for a in self.adapters] if plain else None
 
     def begin(
         self, seeds: NDArray[np.int64], into: Observation, beat: Callable[[], None] = _no_beat
     ) -> None:
         """See `Envs`."""
-        for column, seed in enumerate(seeds.tolist()):
-            self.restart(column, seed, into)
-            beat()
+        self.restart(range(len(seeds)), seeds.tolist(), into, beat)
 
     def step(self, action: Array, resting: NDArray[np.bool_], into: Observation) -> ColumnSteps:
         """See `Envs`."""
-        if all(adapter.needs_no_adapting for adapter in self.adapters):
-            return self._step_unadapted(action.tolist(), resting.tolist(), into[OBSERVATION])
+        if self._plain_steps is not None:
+            return self._step_plain(self._plain_steps, action, resting, into[OBSERVATION])
         rests: list[bool] = resting.tolist()
         steps: list[EnvStep] = []
-        scalar = self.adapters[0].spec.action.is_discrete
-        actions = action.tolist() if scalar else action
         for column, adapter in enumerate(self.adapters):
             if rests[column]:
                 steps.append(_RESTED)
                 continue
-            step = adapter.step(actions[column])
+            step = adapter.step(action[column])
             for key, value in step[0].items():
                 into[key][column] = value
             steps.append(step)
         _, *outcomes, self._infos = zip(*steps, strict=True)
         return ColumnSteps(*map(np.array, outcomes))
 
-    def _step_unadapted(self, actions: list[int], rests: list[bool], rows: Array) -> ColumnSteps:
-        """As `step`, for the commonest environments, where calls would cost more than they do."""
+    def _step_plain(
+        self,
+        env_steps: Sequence[Callable[[Any], Any]],
+        action: Array,
+        resting: NDArray[np.bool_],
+        rows: Array,
+    ) -> ColumnSteps:
+        """As `step`, by the environments' own ``env_steps``."""
+        actions = self.adapters[0].native_array(action)
+        steps = [
+            _RESTED_PLAIN if rests else env_step(action)
+            for env_step, action, rests in zip(env_steps, actions, resting.tolist(), strict=True)
+        ]
+        given, rewards, terminated, truncated, self._infos = zip(*steps, strict=True)
+        observations = list(given)
+        for column in resting.nonzero()[0].tolist():
+            observations[column] = rows[column]
         shape = rows.shape[1:]
-        steps: list[tuple[Any, ...]] = []
-        for column, adapter in enumerate(self.adapters):
-            if rests[column]:
-                steps.append(_RESTED_UNADAPTED)
-                continue
-            step = adapter.env.step(actions[column])
-            observation = step[0]
-            if getattr(observation, "shape", None) != shape:  # a list, or an error
-                observation = adapter.flatten(observation, "step")[OBSERVATION]
-            rows[column] = observation
-            steps.append(step)
-        _, rewards, terminated, truncated, self._infos = zip(*steps, strict=True)
+        if [getattr(o, "shape", None) for o in observations] != [shape] * len(rows):
+            observations = [  # a list among them, or an error
+                adapter.flatten(observation, "step")[OBSERVATION]
+                for adapter, observation in zip(self.adapters, observations, strict=True)
+            ]
+        rows[:] = observations
         if set(map(type, rewards)) != {float}:
             rewards = tuple(a.number(r) for a, r in zip(self.adapters, rewards, strict=True))
-        never = np.zeros(len(rests), np.bool_)
+        never = np.zeros(len(rows), np.bool_)
         return ColumnSteps(np.array(rewards), _flags(terminated), _flags(truncated), never)
 
-    def info_metrics(self, column: int, names: Sequence[str]) -> InfoMetrics:
+    def info_metrics(self, columns: Sequence[int], names: Sequence[str]) -> list[InfoMetrics]:
         """See `Envs`."""
-        return info_metrics(self._infos[column], names)
+        return [info_metrics(self._infos[column], names) for column in columns]
 
-    def restart(self, column: int, seed: int | None, into: Observation) -> None:
+    def restart(
+        self,
+        columns: Sequence[int],
+        seeds: Sequence[int] | None,
+        into: Observation,
+        beat: Callable[[], None] = _no_beat,
+    ) -> None:
         """See `Envs`."""
-        for key, value in self.adapters[column].reset(seed).items():
-            into[key][column] = value
+        for column, seed in zip(columns, seeds or repeat(None)):  # noqa: B905 (one has no end)
+            for key, value in self.adapters[column].reset(seed).items():
+                into[key][column] = value
+            beat()
 
     def close(self) -> None:
         """Close every environment, whatever one of them says to it. Idempotent."""
@@ -169,7 +193,7 @@ def _flags(given: Sequence[Any]) -> NDArray[np.bool_]:
 
 
 _RESTED: EnvStep = ({}, 0.0, False, False, False, {})
-_RESTED_UNADAPTED: tuple[Any, ...] = (None, 0.0, False, False, {})
+_RESTED_PLAIN: tuple[Any, ...] = (None, 0.0, False, False, {})
 
 
 class VectorEnvs:
@@ -241,7 +265,7 @@ class VectorEnvs:
             ValueError: an action is out of range.
         """
         count = self._num_actions
-        if count is not None and (action.min() < 0 or action.max() >= count):
+        if count is not None and np.count_nonzero((action < 0) | (action >= count)):
             raise ValueError(f"action={action}: must be in [0, {count})")
         observation, reward, terminated, truncated, self._info = self._env.step(
             self._spaces.native_array(action)
@@ -251,31 +275,43 @@ class VectorEnvs:
         if self._tells_lives:
             lives, self._lives_B = self._lives_B, np.array(self._info["lives"])
             lost_life = (self._lives_B < lives) & ~(terminated | truncated | resting)
-        if resting.any():  # what came of a reset is no outcome, whatever the environment says
+        if np.count_nonzero(resting):
+            # What came of a reset is no outcome, whatever the environment says.
             reward = np.where(resting, 0.0, reward)
             terminated, truncated = terminated & ~resting, truncated & ~resting
         return ColumnSteps(reward, terminated, truncated, lost_life)
 
     def _put(self, observation: Any, into: Observation) -> None:
         for key, leaf in self._spaces.parts(observation, "the vector environment").items():
-            rows = into[key]
-            if math.prod(np.shape(leaf)) != rows.size:
+            rows, shape = into[key], np.shape(leaf)
+            if math.prod(shape) != rows.size:
                 raise BadInput(
-                    f"{self._name}: the vector environment gave {key} of shape {np.shape(leaf)}; "
+                    f"{self._name}: the vector environment gave {key} of shape {shape}; "
                     f"{rows.shape} is needed"
                 )
-            rows[...] = np.reshape(leaf, rows.shape)
+            rows[...] = leaf if shape == rows.shape else np.reshape(leaf, rows.shape)
 
-    def info_metrics(self, column: int, names: Sequence[str]) -> InfoMetrics:
+    def info_metrics(self, columns: Sequence[int], names: Sequence[str]) -> list[InfoMetrics]:
         """See `Envs`; Gymnasium has ``name`` of all columns, and who has it in ``_name``."""
-        one = {}
+        found = {}
         for name in names:
             values, has = self._info.get(name), self._info.get(f"_{name}")
-            if isinstance(values, np.ndarray) and (has is None or has[column]):
-                one[name] = values[column]
-        return info_metrics(one, names)
+            if isinstance(values, np.ndarray):
+                found[name] = values, np.ones(len(values)) if has is None else has
+        if not found:
+            return [()] * len(columns)
+        return [
+            info_metrics({k: of[column] for k, (of, has) in found.items() if has[column]}, names)
+            for column in columns
+        ]
 
-    def restart(self, column: int, seed: int | None, into: Observation) -> None:
+    def restart(
+        self,
+        columns: Sequence[int],
+        seeds: Sequence[int] | None,
+        into: Observation,
+        beat: Callable[[], None] = _no_beat,
+    ) -> None:
         """See `Envs`: the vector environment has done it."""
 
     def close(self) -> None:
@@ -315,14 +351,14 @@ def make_envs(factory: EnvFactory, spec: EnvSpec, num_envs: int, seeded: bool) -
     """
     vector = None if seeded else factory.vector(num_envs)
     if vector is None:
-        envs = SeparateEnvs([])
+        adapters: list[EnvAdapter] = []
         try:
             for _ in range(num_envs):
-                envs.adapters.append(adapt(factory))
+                adapters.append(adapt(factory))
         except BaseException:
-            envs.close()
+            SeparateEnvs(adapters).close()
             raise
-        return envs
+        return SeparateEnvs(adapters)
     try:
         return VectorEnvs(vector, spec, factory.terminal_on_life_loss)
     except BaseException:

@@ -22,6 +22,7 @@ is a row that is ``terminated`` without a reset row behind it: the episode goes 
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from typing import (
     Protocol,
     TypeAlias,
     TypeVar,
+    overload,
     runtime_checkable,
 )
 
@@ -278,6 +280,62 @@ class Episode(NamedTuple):
     info: InfoMetrics = ()
 
 
+class Episodes(Sequence[Episode]):
+    """Finished episodes, or lives, in one array: hundreds of short ones may end in an unroll.
+
+    Attributes:
+        lines: float64 ``[N, 4 + len(names)]``: stream, row, return and length, then a number of
+            ``info`` for each of ``names``, NaN where it had none.
+        names: those of `EnvFactory.info_metrics`.
+    """
+
+    def __init__(self, lines: NDArray[np.float64], names: Sequence[str]) -> None:
+        self.lines = lines
+        self.names = names
+
+    @staticmethod
+    def width(names: Sequence[str]) -> int:
+        """Columns of `lines`."""
+        return 4 + len(names)
+
+    @classmethod
+    def of(cls, episodes: Sequence[Episode], names: Sequence[str]) -> Episodes:
+        """``episodes`` in an array of its own."""
+        lines = np.full((len(episodes), cls.width(names)), np.nan)
+        for line, episode in zip(lines, episodes, strict=True):
+            line[:4] = episode[:4]
+            for name, number in episode.info:
+                line[4 + names.index(name)] = number
+        return cls(lines, names)
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __iter__(self) -> Iterator[Episode]:
+        tells = not np.isnan(self.lines[:, 4:]).all()
+        for stream, row, ret, length, *noted in self.lines.tolist():
+            info = self._info(noted) if tells else ()
+            yield Episode(int(stream), int(row), ret, int(length), info)
+
+    def _info(self, noted: Sequence[float]) -> InfoMetrics:
+        named = zip(self.names, noted, strict=True)
+        return tuple((name, number) for name, number in named if not math.isnan(number))
+
+    @overload
+    def __getitem__(self, index: int) -> Episode: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Episode]: ...
+
+    def __getitem__(self, index: int | slice) -> Episode | Sequence[Episode]:
+        return list(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @dataclass(slots=True)
 class Unroll:
     """``T`` rows of every stream of one worker (alignment: see the module's docstring).
@@ -318,8 +376,8 @@ class Unroll:
     policy_state: dict[str, Array] = field(default_factory=dict)
     sequence: int = 0
     version: int = 0
-    episodes: list[Episode] = field(default_factory=list)
-    lives: list[Episode] = field(default_factory=list)
+    episodes: Sequence[Episode] = ()
+    lives: Sequence[Episode] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     started_at: float = 0.0
 
@@ -570,6 +628,21 @@ EnvStates: TypeAlias = dict[int, tuple[int, Any]]
 
 
 @dataclass(frozen=True, slots=True)
+class Acting:
+    """How workers run the network of a `NetworkPolicy`; see `actorlearner.acting`.
+
+    Attributes:
+        precision: of convolutions.
+        graph: an ONNX model of the network, for onnxruntime; empty: torch runs it.
+        constants: parameters that are constants of ``graph``; all others are inputs.
+    """
+
+    precision: Literal["float32", "bfloat16"] = "float32"
+    graph: bytes = b""
+    constants: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """The whole recipe of one worker; it travels by value.
 
@@ -586,6 +659,7 @@ class WorkerSpec:
             the first of each stream.
         first_sequence: number of its first unroll.
         stream_states: where each of its streams goes on; empty for a fresh start.
+        acting: how it runs the policy's network, but not in evaluations.
     """
 
     index: int
@@ -599,6 +673,7 @@ class WorkerSpec:
     seed_every_episode: bool = False
     first_sequence: int = 0
     stream_states: tuple[StreamState, ...] = ()
+    acting: Acting = Acting()
 
     @property
     def unroll_layout(self) -> dict[str, ArraySpec]:
@@ -736,6 +811,22 @@ class Policy(Protocol):
         ``[B, ...]`` as in `PolicyFactory.extras_spec`.
         """
         ...
+
+
+@runtime_checkable
+class NetworkPolicy(Policy, Protocol):
+    """A policy that gets its numbers from one network, which others may run for it (`Acting`).
+
+    Attributes:
+        network: gives one tensor ``[B, ...]`` for a mapping of tensors ``[B, *stacked_shape]``, and
+            depends on its parameters and buffers alone, which `load` fills in place.
+        forward: runs it, on arrays; `act` takes its numbers from nowhere else.
+        has_noise: whether the network depends on more: on noise that `act` draws.
+    """
+
+    network: torch.nn.Module
+    has_noise: bool
+    forward: Callable[[Observation], Array]
 
 
 @runtime_checkable
@@ -1145,6 +1236,7 @@ class Tracker(MetricSink, Protocol):
 
 __all__ = [
     "OBSERVATION",
+    "Acting",
     "ActorLearnerError",
     "Agent",
     "Array",
@@ -1156,6 +1248,7 @@ __all__ = [
     "EnvSpec",
     "EnvStates",
     "Episode",
+    "Episodes",
     "EvaluationRequest",
     "EvaluationResult",
     "Failure",
@@ -1164,6 +1257,7 @@ __all__ = [
     "LauncherClosed",
     "MetricSink",
     "NativeSpec",
+    "NetworkPolicy",
     "NonFiniteError",
     "Observation",
     "Policy",

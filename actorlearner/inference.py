@@ -132,7 +132,8 @@ class LoadedPolicy:
             observation: as the environment's ``reset`` or ``step`` gave it.
 
         Returns:
-            What the environment's ``step`` takes: an int for Discrete, else an array.
+            What the environment's ``step`` takes, as its space samples it: for Discrete an integer
+            of NumPy, else an array.
 
         Raises:
             BadInput: the environment's space has no such observation.

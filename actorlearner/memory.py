@@ -1,11 +1,15 @@
-"""How much memory and disk there is to be had: the machine's, or what a container leaves of it."""
+"""What there is to be had of memory, disk and cores: the machine's, or what a container leaves."""
 
 from __future__ import annotations
 
+import math
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
+
+from actorlearner.cores import usable_cores
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -30,6 +34,35 @@ def free_memory() -> int:
             names = "memory.limit_in_bytes", "memory.usage_in_bytes"
             free = min(free, _left(_CGROUPS / "memory", path, *names))
     return max(0, free)
+
+
+def core_count() -> int:
+    """Cores that this process may use at once: at least 1.
+
+    Those that it is bound to, or fewer if a control group allows less processor time.
+    """
+    cores = float(len(usable_cores()))
+    try:
+        lines = _OWN_CGROUPS.read_text().splitlines()
+    except OSError:  # no Linux
+        return int(cores)
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            cores = min(cores, _allowed_cores(_CGROUPS, path))
+    return max(1, int(cores))
+
+
+def _allowed_cores(root: Path, path: str) -> float:
+    """The least that the group ``path`` and those above it are given; as `_left`."""
+    own = root / path.lstrip("/")
+    allowed = math.inf
+    for group in (own, *own.parents):
+        if group.is_relative_to(root):
+            with suppress(OSError, ValueError):  # "max", and the root of all groups has no file
+                quota_us, period_us = (group / "cpu.max").read_text().split()
+                allowed = min(allowed, int(quota_us) / int(period_us))
+    return allowed
 
 
 def free_disk(directory: Path) -> int:

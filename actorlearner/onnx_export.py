@@ -6,8 +6,9 @@ import copy
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ def export_action_values(network: nn.Module, env_spec: EnvSpec, path: str | Path
     copied = copy.deepcopy(network).to("cpu", torch.float32)
     greedy = _Greedy(copied, env_spec).eval().requires_grad_(False)
     generator = np.random.default_rng(0)
-    trials = [_random_observation(env_spec.observation, size, generator) for size in _TRIALS]
+    trials = [random_observation(env_spec.observation, size, generator) for size in _TRIALS]
     try:
         _write(greedy, trials[1], unchecked)
         _compare(greedy, unchecked, trials)
@@ -77,9 +78,10 @@ class _Greedy(nn.Module):
         return values_BA, stacked.unflatten(1, self._action.shape)
 
 
-def _random_observation(
+def random_observation(
     specs: Mapping[str, ArraySpec], size: int, generator: np.random.Generator
 ) -> Observation:
+    """Numbers that ``specs`` allow, ``[size, *stacked_shape]`` each."""
     observation = {}
     for key, spec in specs.items():
         shape, kind = (size, *spec.stacked_shape), np.dtype(spec.dtype).kind
@@ -99,6 +101,20 @@ def _tensors(observation: Observation) -> list[Tensor]:
 
 
 def _write(greedy: nn.Module, example: Observation, path: Path) -> None:
+    traced(greedy, example, ["values", "action"], path)
+
+
+def traced(
+    network: nn.Module, example: Observation, outputs: Sequence[str], path: Path | None = None
+) -> Any:
+    """``network`` as torch's exporter gives it, a ``torch.onnx.ONNXProgram``.
+
+    Args:
+        network: of a list of tensors ``[B, ...]``, for any ``B``.
+        example: what goes in, at least 2 of each; its keys become names of inputs.
+        outputs: names.
+        path: where it is written to; None for nowhere.
+    """
     batch = torch.export.Dim("batch")
     exporter = logging.getLogger("torch.onnx")
     level = exporter.level
@@ -106,12 +122,12 @@ def _write(greedy: nn.Module, example: Observation, path: Path) -> None:
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch.onnx.export(
-                greedy,
+            return torch.onnx.export(
+                network,
                 (_tensors(example),),
                 path,
                 input_names=list(example),
-                output_names=["values", "action"],
+                output_names=list(outputs),
                 dynamic_shapes=([{0: batch} for _ in example],),
                 dynamo=True,
                 external_data=False,

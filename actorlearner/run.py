@@ -38,6 +38,7 @@ _GROUPS = (
     "env",
     "agent",
     "replay",
+    "acting",
     "evaluation",
     "launch",
     "tracking",
@@ -284,8 +285,8 @@ def _saved_config(
         choice = given["tracking"]
         saved.tracking = _chosen_tracking(choice) if fresh is None else fresh.get("tracking")
     known = list(dotted(_unresolved(saved)))
-    # How to evaluate may have got settings since, and so may faults.
-    for file in ("evaluation/default", "faults/none"):
+    # How to act and to evaluate may have got settings since, and so may faults.
+    for file in ("acting/default", "evaluation/default", "faults/none"):
         settings = OmegaConf.load(config_dir() / f"{file}.yaml")
         known += [f"{file.partition('/')[0]}.{name!s}" for name in settings]
     for name, value in given.items():

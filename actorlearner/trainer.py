@@ -18,6 +18,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from actorlearner import checkpoint
+from actorlearner.acting import ActingSettings, choose
 from actorlearner.assembly import (
     compiled,
     default_agent,
@@ -32,6 +33,7 @@ from actorlearner.assembly import (
 from actorlearner.callbacks import Callback
 from actorlearner.config import unknown_key
 from actorlearner.contracts import (
+    Acting,
     Agent,
     BadInput,
     CheckpointError,
@@ -41,6 +43,7 @@ from actorlearner.contracts import (
     LauncherClosed,
     MetricSink,
     NonFiniteError,
+    PolicyFactory,
     ReportingAgent,
     SettingError,
     StepOutput,
@@ -50,12 +53,12 @@ from actorlearner.contracts import (
     Tracker,
 )
 from actorlearner.control import FILE_NAME, Control
-from actorlearner.cores import usable_cores
 from actorlearner.envs import EnvLike, GymEnvFactory
 from actorlearner.evaluate import films_of, summarise, write_films
 from actorlearner.faults import Faults
 from actorlearner.feedback import FeedbackLine
 from actorlearner.interrupts import Interrupts
+from actorlearner.memory import core_count
 from actorlearner.messages import Messages
 from actorlearner.optim import FiniteSteps, LeftOut
 from actorlearner.progress import Progress
@@ -144,6 +147,9 @@ class Trainer:
             named = [node for node in callbacks if not isinstance(node, Callback)]
         self.settings = TrainerSettings.make({**settings, "callbacks": named})
         self.config = config
+        for name in ("workers", "envs_per_worker"):
+            if config is not None and config.get(name) == "auto":
+                config[name] = getattr(self.settings, name)  # a resume keeps it, wherever it runs
         self.device = resolve_device(self.settings.device, self.settings.lockstep)
         self.dtype: torch.dtype = getattr(torch, self.settings.dtype)
         self.checkpoint = checkpoint
@@ -639,7 +645,8 @@ class Trainer:
             snapshot = model.snapshot(self.updates)
             self._published_at, self._published_scalars = self.updates, snapshot.scalars
             policy = model.policy_factory(replay_buffer.extras)
-            specs = worker_specs(s, self._progress.ledger, factory, self._env_spec, policy)
+            acting = self._choose_acting(policy)
+            specs = worker_specs(s, self._progress.ledger, factory, self._env_spec, policy, acting)
             ledger = self._progress.ledger
             launcher.start(specs, snapshot, lambda spec, attempt: going_on(spec, ledger, attempt))
             self._running_launcher = launcher
@@ -652,6 +659,16 @@ class Trainer:
                 raise
             finally:
                 self._running_launcher = None
+
+    def _choose_acting(self, factory: PolicyFactory) -> Acting:
+        s = self.settings
+        if s.acting == ActingSettings():
+            return Acting()
+        columns = range(s.envs_per_worker)
+        with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and thrown away
+            policy = factory(self._env_spec, columns, s.num_streams, False)
+        cache = None if s.run_dir is None else s.run_dir / "acting.json"
+        return choose(s.acting, policy, self._env_spec, len(columns), s.unroll_length, cache)
 
     def _build(self, env_spec: EnvSpec, replay_buffer: Store, model: Agent) -> None:
         """Build model, optimisers and store, and everything that counts and keeps time."""
@@ -674,7 +691,7 @@ class Trainer:
         self._replay_buffer = replay_buffer
         self._progress = self._new_progress(sample_spec.num_rows, warmup)
         on_cpu = self.device.type == "cpu"
-        run_layout = Layout(s.workers, s.lockstep, len(usable_cores()), on_cpu)
+        run_layout = Layout(s.workers, s.lockstep, core_count(), on_cpu)
         self._log = RunLog(s.run_dir, self._tensorboard, self._sinks, run_layout)
         self._in_update = False
         self._saver = Saver(self._interrupts, s.preempt_deadline_s, self._tell_save)
@@ -739,7 +756,12 @@ class Trainer:
 
     def _tell_start(self, env: str, model: Agent) -> None:
         s = self.settings
-        where = f"{s.workers} worker processes, learner" if s.workers else "all in this process,"
+        envs = f" of {s.envs_per_worker} envs" if s.envs_per_worker > 1 else ""
+        where = (
+            f"{s.workers} worker processes{envs}, learner"
+            if s.workers
+            else (f"all{envs} in this process,")
+        )
         logger.info(
             "Training %s on %s for %s env steps: %s on %s.",
             type(model).__name__, env, f"{s.total_steps:,}", where, self.device,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 
+from actorlearner.acting import ActingSettings
 from actorlearner.config import Settings, setting
 from actorlearner.contracts import SettingError
 from actorlearner.evaluate import EvaluationSettings
 from actorlearner.faults import FaultSettings
+from actorlearner.memory import core_count
 from actorlearner.metrics import ConsoleMode
+
+_AUTO_ENVS = 16
 
 CompileMode: TypeAlias = Literal["default", "reduce-overhead", "max-autotune"]
 """Those of `torch.compile`."""
@@ -34,6 +39,7 @@ class TrainerSettings(Settings):
         "samples_per_insert",
         "run_dir",
         "trust",
+        "acting",
         "evaluation",
         "launch",
         "tracking",
@@ -42,9 +48,11 @@ class TrainerSettings(Settings):
     """Those that stand at the root of the config tree."""
 
     workers: int = setting(8, low=0)
-    """Worker processes; 0 runs one worker in the learner's process."""
+    """Worker processes; 0 runs one worker in the learner's process, and auto takes one for each
+    core that the run may use."""
     envs_per_worker: int = setting(1, low=1)
-    """Environments that each worker steps together."""
+    """Environments that each worker steps together; auto takes 16, beyond which a network gains
+    little by a larger batch."""
     unroll_length: int = setting(16, low=1)
     """Rows that a worker hands over at once."""
     seed: int = setting(0, low=0)
@@ -61,6 +69,8 @@ class TrainerSettings(Settings):
     """Where everything is written; None writes nothing."""
     trust: tuple[str, ...] = ()
     """Packages besides this one that targets may name."""
+    acting: ActingSettings = field(default_factory=ActingSettings)
+    """See `ActingSettings`."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     """See `EvaluationSettings`."""
     launch: dict[str, Any] = setting({})
@@ -104,6 +114,13 @@ class TrainerSettings(Settings):
         """The dotted key of field ``name``."""
         return name if name in cls.root else f"{cls.group}.{name}"
 
+    @classmethod
+    def make(cls, values: Mapping[str, Any]) -> TrainerSettings:
+        """See `Settings.make`; auto becomes the number that it stands for here."""
+        numbers = {"workers": core_count(), "envs_per_worker": _AUTO_ENVS}
+        found = {name: n for name, n in numbers.items() if values.get(name) == "auto"}
+        return super().make({**values, **found})
+
     @property
     def num_streams(self) -> int:
         """Environment slots over all workers."""
@@ -119,6 +136,12 @@ class TrainerSettings(Settings):
                 f"{self.key('compile')}={self.compile}: lockstep needs null, because another "
                 "compiler sums in another order"
             )
+        for name, value in asdict(self.acting).items():
+            if self.lockstep and value not in ("eager", "float32"):
+                raise SettingError(
+                    f"{self.acting.key(name)}={value}: lockstep needs acting.backend=eager and "
+                    "acting.precision=float32, which give the same numbers everywhere"
+                )
         if self.evaluation.video and self.run_dir is None:
             raise SettingError("run_dir=None: evaluation.video=true needs a directory for films")
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from actorlearner.acting import equip
 from actorlearner.adapter import info_metrics
 from actorlearner.columns import ColumnSteps, Envs, SeparateEnvs, adapt, close, make_envs
 from actorlearner.contracts import (
@@ -21,7 +22,7 @@ from actorlearner.contracts import (
     EnvFactory,
     EnvSpec,
     EnvStates,
-    Episode,
+    Episodes,
     EvaluationRequest,
     EvaluationResult,
     Failure,
@@ -92,6 +93,9 @@ class EnvWorker:
         self._envs = make_envs(spec.env_factory, spec.env_spec, count, spec.seed_every_episode)
         self.phase = "constructing the policy"
         self._policy = self._make_policy(greedy=False)
+        self._adopt = equip(self._policy, spec.acting)
+        # Looked at once: of a protocol it takes as long as a row of an unroll.
+        self._recurrent = self._policy if isinstance(self._policy, RecurrentPolicy) else None
         self._observation = {
             key: array.zeros(count) for key, array in spec.env_spec.observation.items()
         }
@@ -99,8 +103,8 @@ class EnvWorker:
         self._rests_B = np.zeros(count, np.bool_)  # its episode has ended: the next row resets it
         self._first_B = np.ones(count, np.bool_)
         self._episodes_B = np.zeros(count, np.int64)
-        self._episode_score = Score(count)
-        self._life_score = Score(count)
+        self._episode_score = Score(spec.streams, spec.env_factory.info_metrics)
+        self._life_score = Score(spec.streams, spec.env_factory.info_metrics)
         self._has_begun = False
 
     def _make_policy(self, greedy: bool) -> Policy:
@@ -137,8 +141,8 @@ class EnvWorker:
     def _remember(self, states: Sequence[StreamState]) -> None:
         """Bring a recurrent policy to where it stood; new streams have nothing to remember."""
         self.phase = "the policy"
-        if isinstance(self._policy, RecurrentPolicy) and all(s.policy_state for s in states):
-            self._policy.set_state(
+        if self._recurrent is not None and all(s.policy_state for s in states):
+            self._recurrent.set_state(
                 {
                     name: np.stack([state.policy_state[name] for state in states])
                     for name in states[0].policy_state
@@ -243,11 +247,12 @@ class EnvWorker:
             for column in np.flatnonzero(~still_B).tolist():
                 action_B[column] = recorded[column][step]
             steps = self._envs.step(action_B, still_B, self._observation)
-            self._score(steps, ~still_B, row=-1)
+            self._rests_B |= self._score(steps, ~still_B, row=-1)
             self._stack.push(self._observation, np.zeros_like(still_B), still_B)
             self._first_B &= still_B
-            self._rests_B |= steps.terminated | steps.truncated
             self.pulse.beat()
+        for score in (self._episode_score, self._life_score):
+            score.take()  # what ended was told of when it did
         for column, state in enumerate(states):
             wanted = state.observation or {}
             if not all(np.array_equal(self._observation[k][column], wanted[k]) for k in wanted):
@@ -269,14 +274,14 @@ class EnvWorker:
         self.phase = "the policy"
         if snapshot is not self._snapshot:
             self._policy.load(snapshot)
+            self._adopt()
             self._snapshot = snapshot
         # The generator is a function of the unroll's number, so none needs saving.
         generator = np.random.Generator(
             np.random.Philox(np.random.SeedSequence([spec.seed, spec.streams[0], self._sequence]))
         )
         into.sequence, into.version = self._sequence, snapshot.version
-        into.episodes, into.lives = [], []
-        recurrent = self._policy if isinstance(self._policy, RecurrentPolicy) else None
+        recurrent = self._recurrent
         policy_s = env_s = 0.0
         now = time.perf_counter()
         for key, array in self._observation.items():
@@ -297,6 +302,9 @@ class EnvWorker:
             env_s -= now - (now := time.perf_counter())
         for key, array in into.observation.items():
             self._observation[key][:] = array[-1]
+        into.episodes, into.lives = self._episode_score.take(), self._life_score.take()
+        into.truncated &= ~into.terminated
+        into.action[~into.valid] = 0
         self._check_numbers(into)
         self.phase = "the policy"
         if recurrent is not None:
@@ -327,52 +335,46 @@ class EnvWorker:
     def _fill(self, row: int, action_B: Array, into: Unroll) -> None:
         """One row: a step, or a reset, of every stream."""
         rests_B = self._rests_B
-        valid_B = ~rests_B
         following = {key: array[row + 1] for key, array in into.observation.items()}
         self.phase = "step"
         steps = self._envs.step(action_B, rests_B, following)
-        terminated_B = steps.terminated | steps.lost_life
         into.action[row] = action_B
         into.reward[row] = steps.reward
-        into.terminated[row] = terminated_B
-        into.truncated[row] = steps.truncated & ~terminated_B
-        into.valid[row] = valid_B
+        into.terminated[row] = steps.terminated | steps.lost_life
+        into.truncated[row] = steps.truncated
         into.first[row] = self._first_B
-        episodes, lives = self._score(steps, valid_B, row)
-        into.episodes += episodes
-        into.lives += lives
-        if rests_B.any():
-            into.action[row, rests_B] = 0
-            self._restart(np.flatnonzero(rests_B), following)
-        self._stack.push(following, first=rests_B)
+        valid_B = np.logical_not(rests_B, out=into.valid[row])
         self._first_B = rests_B
-        self._rests_B = steps.terminated | steps.truncated
+        self._rests_B = self._score(steps, valid_B, row)
+        resting = rests_B.nonzero()[0]
+        if len(resting):
+            self._restart(resting.tolist(), following)
+        self._stack.push(following, first=rests_B)
 
-    def _restart(self, columns: NDArray[np.int64], into: Observation) -> None:
+    def _restart(self, columns: list[int], into: Observation) -> None:
         self.phase = "reset"
-        spec = self.spec
+        spec, seeds = self.spec, None
         self._episodes_B[columns] += 1
-        for column in columns.tolist():
-            seed = None
-            if spec.seed_every_episode:
-                seed = stream_seed(spec.seed, spec.streams[column], int(self._episodes_B[column]))
-            self._envs.restart(column, seed, into)
-            self.pulse.beat()
+        if spec.seed_every_episode:
+            numbers = self._episodes_B[columns].tolist()
+            seeds = [
+                stream_seed(spec.seed, spec.streams[column], number)
+                for column, number in zip(columns, numbers, strict=True)
+            ]
+        self._envs.restart(columns, seeds, into, self.pulse.beat)
 
-    def _score(
-        self, steps: ColumnSteps, valid_B: NDArray[np.bool_], row: int
-    ) -> tuple[list[Episode], list[Episode]]:
-        """Add to the scores; the episodes and the lives that ended."""
-        ended_B = steps.terminated | steps.truncated
+    def _score(self, steps: ColumnSteps, valid_B: NDArray[np.bool_], row: int) -> NDArray[np.bool_]:
+        """Add to the scores; the columns whose episode has ended."""
+        ended_B: NDArray[np.bool_] = steps.terminated | steps.truncated
         self._episode_score.add(steps.reward, valid_B)
-        episodes = self._episode_score.take(ended_B, row, self.spec.streams, self._info_of)
-        if not self.spec.env_factory.terminal_on_life_loss:
-            return episodes, []
-        self._life_score.add(steps.reward, valid_B)
-        return episodes, self._life_score.take(ended_B | steps.lost_life, row, self.spec.streams)
+        self._episode_score.end(ended_B, row, self._infos_of)
+        if self.spec.env_factory.terminal_on_life_loss:
+            self._life_score.add(steps.reward, valid_B)
+            self._life_score.end(ended_B | steps.lost_life, row)
+        return ended_B
 
-    def _info_of(self, column: int) -> InfoMetrics:
-        return self._envs.info_metrics(column, self.spec.env_factory.info_metrics)
+    def _infos_of(self, columns: Sequence[int]) -> Sequence[InfoMetrics]:
+        return self._envs.info_metrics(columns, self.spec.env_factory.info_metrics)
 
     def _check_numbers(self, unroll: Unroll) -> None:
         self.phase = "step"
@@ -449,8 +451,7 @@ class EnvWorker:
             if episode[column] >= 0:
                 self.phase = "reset of an evaluation episode"
                 seed = stream_seed(request.seed, 0, episode[column], evaluation=True)
-                self._evaluation_envs.restart(column, seed, observation)
-                self.pulse.beat()
+                self._evaluation_envs.restart([column], [seed], observation, self.pulse.beat)
                 first_B[column] = True
                 film(episode[column])
 
@@ -512,14 +513,23 @@ class EnvWorker:
 class Score:
     """Sums of raw rewards and counts of env steps, per column, until something ends."""
 
-    def __init__(self, num_columns: int) -> None:
-        """All zero."""
-        self._return_B = np.zeros(num_columns)
-        self._length_B = np.zeros(num_columns, np.int64)
+    def __init__(self, streams: Sequence[int], names: Sequence[str]) -> None:
+        """All zero.
+
+        Args:
+            streams: of the columns.
+            names: of numbers that an episode may end with.
+        """
+        self._stream_B = np.array(streams)
+        self._names = names
+        self._return_B = np.zeros(len(streams))
+        self._length_B = np.zeros(len(streams), np.int64)
+        self._ended: list[tuple[Any, ...]] = []
 
     def clear(self) -> None:
-        """All columns begin anew."""
+        """All columns begin anew, and nothing has ended."""
         self._return_B[:], self._length_B[:] = 0.0, 0
+        self._ended = []
 
     def get_state(self, column: int) -> list[float]:
         """Sum and count of ``column``."""
@@ -534,31 +544,42 @@ class Score:
         self._return_B += reward_B
         self._length_B += valid_B
 
-    def take(
+    def end(
         self,
         ended_B: NDArray[np.bool_],
         row: int,
-        streams: Sequence[int],
-        info_of: Callable[[int], InfoMetrics] = lambda _: (),
-    ) -> list[Episode]:
-        """What ended in ``row``; those columns begin anew.
+        infos_of: Callable[[Sequence[int]], Sequence[InfoMetrics]] | None = None,
+    ) -> None:
+        """Note what ended in ``row``; those columns begin anew.
 
         Args:
             ended_B: which did.
             row: of the unroll.
-            streams: of the columns.
-            info_of: numbers that a column's episode ended with.
+            infos_of: numbers that the episodes of columns ended with; None for no such.
         """
-        if not ended_B.any():
-            return []
-        columns = np.flatnonzero(ended_B)
-        returns, lengths = self._return_B[columns].tolist(), self._length_B[columns].tolist()
-        ended = [
-            Episode(streams[column], row, ret, length, info_of(column))
-            for column, ret, length in zip(columns.tolist(), returns, lengths, strict=True)
-        ]
-        self._return_B[columns], self._length_B[columns] = 0.0, 0
-        return ended
+        columns = ended_B.nonzero()[0]
+        if len(columns):
+            infos = () if infos_of is None else infos_of(columns.tolist())
+            ended = self._stream_B[columns], row, self._return_B[columns], self._length_B[columns]
+            self._ended.append((*ended, infos))
+            self._return_B[columns], self._length_B[columns] = 0.0, 0
+
+    def take(self) -> Episodes:
+        """What has ended since this was last asked."""
+        ended, self._ended = self._ended, []
+        count = sum(len(stream) for stream, *_ in ended)
+        lines = np.full((count, Episodes.width(self._names)), np.nan)
+        begin = 0
+        for *numbers, infos in ended:
+            part = lines[begin : begin + len(numbers[0])]
+            for index, number in enumerate(numbers):
+                part[:, index] = number
+            if any(infos):
+                for line, info in zip(part, infos, strict=True):
+                    for name, value in info:
+                        line[4 + self._names.index(name)] = value
+            begin += len(part)
+        return Episodes(lines, self._names)
 
 
 def probe(factory: EnvFactory, render_mode: str | None = None) -> EnvSpec:

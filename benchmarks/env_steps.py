@@ -41,6 +41,7 @@ from common import (
 )
 from limit import Limit, Recipe
 
+from actorlearner.acting import choose
 from actorlearner.assembly import make_launcher, worker_specs
 from actorlearner.contracts import StreamLayout, Unroll
 from actorlearner.launch._child import Commit
@@ -56,12 +57,14 @@ class Ours:
         commit_bytes: of commit messages, as pickled for the pipe.
     """
 
-    def __init__(self, settings: Sequence[str]) -> None:
+    def __init__(self, settings: Sequence[str], snapshots_per_s: float) -> None:
         """Build everything; no worker runs before `start`.
 
         Args:
             settings: as on the command line.
+            snapshots_per_s: that are published.
         """
+        self._snapshots_per_s = snapshots_per_s
         parts = Parts.of(settings)
         self.options = options = parts.trainer.settings
         self.commit_bytes: list[int] = []
@@ -73,14 +76,24 @@ class Ours:
         parts.store.build(env_spec, agent.sample_spec, layout, planned_updates=1)
         ledger = StreamLedger(options.num_streams, record_actions=False)
         policy = agent.policy_factory(parts.store.extras)
-        self._specs = worker_specs(options, ledger, parts.factory, env_spec, policy)
+        columns = options.envs_per_worker
+        acting = choose(
+            options.acting,
+            policy(env_spec, range(columns), options.num_streams, False),
+            env_spec,
+            columns,
+            options.unroll_length,
+            cache=None,
+        )
+        self._specs = worker_specs(options, ledger, parts.factory, env_spec, policy, acting)
         self.recipe = Recipe(
             parts.factory,
             env_spec,
             agent.policy_factory(),
             agent.snapshot(0),
-            options.envs_per_worker,
-            processes=len(self._specs),
+            columns,
+            len(self._specs),
+            acting,
         )
 
     def start(self) -> None:
@@ -94,7 +107,11 @@ class Ours:
                 self._processes.append(process)
 
     def measure(self, seconds: float, warmup: float) -> Rate:
-        """Env steps that reach the store; afterwards the workers stand still."""
+        """Env steps that reach the store; afterwards the workers stand still.
+
+        Meanwhile snapshots are published as by a learner, for the workers to adopt.
+        """
+        published = 0.0
         recent: deque[Unroll] = deque(maxlen=100)
         num_unrolls = env_steps = 0
         since, begin, now, cpu_s = time.perf_counter(), 0.0, 0.0, 0.0
@@ -102,6 +119,10 @@ class Ours:
             for unroll in self._launcher.gather(0.1, lambda: True):
                 self._store.add(unroll)
                 now = time.perf_counter()
+                if now - published >= 1 / self._snapshots_per_s:
+                    self.recipe.snapshot.version += 1
+                    self._launcher.publish(self.recipe.snapshot)
+                    published = now
                 if not begin:  # from one arrival to another, so that no unroll counts in part
                     if now - since >= warmup:
                         cpu_s, begin = self._cpu_s(), time.perf_counter()
@@ -200,6 +221,9 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--search-seconds", type=float, default=2.0, help="of each try")
     parser.add_argument(
+        "--snapshots-per-s", type=float, default=5.0, help="that ours publishes and adopts"
+    )
+    parser.add_argument(
         "--skip-start-up", action="store_true", help="don't time the first env step of the command"
     )
     args = parser.parse_intermixed_args()
@@ -207,12 +231,12 @@ def main() -> None:
     if hasattr(os, "sched_setaffinity") and not is_given("launch.pin_cores", settings):
         settings.append("launch.pin_cores=true")  # as the limit
     with ExitStack() as stack:
-        ours = stack.enter_context(Ours(settings))
+        ours = stack.enter_context(Ours(settings, args.snapshots_per_s))
         found = search(ours.recipe, args.limit_envs, args)
         best = max(found, key=lambda count: found[count])
         if not is_given("envs_per_worker", settings):
             settings.append(f"envs_per_worker={best}")
-            ours = stack.enter_context(Ours(settings))
+            ours = stack.enter_context(Ours(settings, args.snapshots_per_s))
         start_up_s = None if args.skip_start_up else first_env_step_s(settings)
         ours.start()
         limit = stack.enter_context(Limit(replace(ours.recipe, num_envs=best)))
@@ -241,6 +265,9 @@ def main() -> None:
         "workers": options.workers,
         "envs_per_worker": options.envs_per_worker,
         "unroll_length": options.unroll_length,
+        "backend": "onnx" if ours.recipe.acting.graph else "eager",
+        "precision": ours.recipe.acting.precision,
+        "snapshots_per_s": args.snapshots_per_s,
         "limit_envs_per_process": best,
         "limit_search": found,
         "scalars": ours.recipe.snapshot.scalars,

@@ -20,7 +20,8 @@ import torch
 from common import Rate, pin
 from gymnasium.wrappers import FrameStackObservation
 
-from actorlearner.contracts import OBSERVATION, EnvSpec, Observation, Snapshot
+from actorlearner.acting import equip
+from actorlearner.contracts import OBSERVATION, Acting, EnvSpec, Observation, Snapshot
 from actorlearner.launch._child import die_with_parent, leave_signals_to_the_learner
 from actorlearner.launch.processes import start_processes
 from actorlearner.suites import AtariEnvFactory
@@ -37,6 +38,7 @@ class Recipe:
         snapshot: what it acts by.
         num_envs: in each process.
         processes: how many.
+        acting: how they run the policy's network.
     """
 
     factory: Any
@@ -45,6 +47,7 @@ class Recipe:
     snapshot: Snapshot
     num_envs: int
     processes: int
+    acting: Acting
 
 
 class Limit:
@@ -143,7 +146,9 @@ def _steps(recipe: Recipe, rank: int, envs: Any) -> Iterator[int]:
     count = recipe.num_envs
     streams = range(rank * count, (rank + 1) * count)
     policy = recipe.policy_factory(recipe.env_spec, streams, count * recipe.processes, False)
+    adopt = equip(policy, recipe.acting)
     policy.load(recipe.snapshot)
+    adopt()
     generator = np.random.default_rng(rank)
     first_action = getattr(envs.single_action_space, "start", 0)
     observation, _ = envs.reset(seed=rank * count)
@@ -160,6 +165,10 @@ def vector_env(recipe: Recipe) -> Any:
     factory, stack = recipe.factory, recipe.factory.frame_stack
     if isinstance(factory, AtariEnvFactory):
         vector = factory.vector(recipe.num_envs, stack)  # its own stacks, as users have them
+        if vector is not None:
+            return vector
+    elif stack == 1:  # nothing in Gymnasium stacks what a native one observes
+        vector = factory.vector(recipe.num_envs)
         if vector is not None:
             return vector
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from actorlearner.acting import ActingSettings
 from actorlearner.agents.dqn import DQNSettings
 from actorlearner.agents.dreamer import DreamerSettings
 from actorlearner.config import Settings, config_dir
@@ -47,7 +48,7 @@ python -m actorlearner.run agent=rainbow env.id=Acrobot-v1 workers=4 agent.learn
 ```
 
 In Python it is an argument of what it belongs to: `Trainer(workers=4)`, `DQN(learning_rate=1e-4)`,
-`ReplayBuffer(capacity=50_000)`; `evaluation`, `launch` and `tracking` are mappings, as in
+`ReplayBuffer(capacity=50_000)`; `acting`, `evaluation`, `launch` and `tracking` are mappings, as in
 `Trainer(evaluation={"episodes": 5})`. What is `null` on the command line is `None` in Python.
 
 An experiment (`experiment=minatar_dqn`; the files of `configs/experiment/`) sets several at once.
@@ -79,6 +80,8 @@ SECTIONS: tuple[tuple[str, str, type[Settings], str], ...] = (
     ("agent=dreamer", "Needs `replay=uniform`; see [Dreamer](agents/dreamer.md).",
      DreamerSettings, "agent/dreamer"),
     ("replay=prioritized, replay=uniform", "", ReplaySettings, "replay/prioritized"),
+    ("acting", "How workers run their policies; see [Architecture](architecture.md#acting).",
+     ActingSettings, "acting/default"),
     ("evaluation", "", EvaluationSettings, "evaluation/default"),
     ("launch=local", "Workers as processes; in Python `Trainer(launch={...})`.",
      LaunchSettings, "launch/local"),

@@ -453,8 +453,8 @@ MUTATIONS = (
         "worker_truncation_terminates",
         "a truncation is learned from as a termination",
         "worker.py",
-        "terminated_B = steps.terminated | steps.lost_life",
-        "terminated_B = steps.terminated | steps.truncated | steps.lost_life",
+        "into.terminated[row] = steps.terminated | steps.lost_life",
+        "into.terminated[row] = steps.terminated | steps.truncated | steps.lost_life",
         ("tests/unit/test_worker.py::test_every_number_is_where_it_belongs",),
     ),
     Mutation(
@@ -464,8 +464,7 @@ MUTATIONS = (
         "steps = self._envs.step(action_B, rests_B, following)\n",
         """\
 steps = self._envs.step(action_B, rests_B, following)
-        for column in np.flatnonzero(steps.truncated).tolist():
-            self._envs.restart(column, None, following)
+        self._envs.restart(np.flatnonzero(steps.truncated).tolist(), None, following)
 """,
         ("tests/unit/test_worker.py::test_every_number_is_where_it_belongs",),
     ),
@@ -481,8 +480,8 @@ steps = self._envs.step(action_B, rests_B, following)
         "worker_reset_row_counts",
         "a reset row counts as an env step",
         "worker.py",
-        "into.valid[row] = valid_B",
-        "into.valid[row] = True",
+        "valid_B = np.logical_not(rests_B, out=into.valid[row])",
+        "valid_B, into.valid[row] = ~rests_B, True",
         ("tests/unit/test_worker.py::test_conservation",),
     ),
     Mutation(
@@ -497,8 +496,8 @@ steps = self._envs.step(action_B, rests_B, following)
         "worker_life_ends_the_game",
         "the score that is reported is that of a life",
         "worker.py",
-        "self._episode_score.take(ended_B, row,",
-        "self._episode_score.take(ended_B | steps.lost_life, row,",
+        "self._episode_score.end(ended_B, row,",
+        "self._episode_score.end(ended_B | steps.lost_life, row,",
         ("tests/unit/test_worker.py::test_lives_add_up_to_the_episode",),
     ),
 )

@@ -49,6 +49,7 @@ FLOORS = {
     "envstate": 1,
     "messages": 1,
     "onnx_export": 1,
+    "acting": 2,
     "callbacks": 1,
     "tracking": 2,
     "faults": 2,
@@ -95,6 +96,7 @@ SAME_FLOOR = {
     ("checkpoint", "statetree"),  # one state of it
     ("returns", "compiled"),  # loops over windows
     ("sum_tree", "compiled"),  # loops over nodes
+    ("memory", "cores"),  # those that it is bound to
     ("shared_memory", "memory"),  # whether there is as much
     ("value_heads", "returns"),  # their losses
     ("suites", "envs"),  # recipes of its kind
@@ -107,6 +109,7 @@ SAME_FLOOR = {
     ("envs", "columns"),  # likewise of many
     ("suites", "adapter"),  # likewise
     ("suites", "columns"),  # likewise
+    ("worker", "acting"),  # what runs the policy's network
     ("worker", "adapter"),  # numbers of info
     ("worker", "columns"),  # steps them
     ("worker", "streams"),  # seeds of episodes

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from actorlearner.contracts import BadInput, Batch, EnvFactory, Snapshot, StreamLayout
+from actorlearner.contracts import Acting, BadInput, Batch, EnvFactory, Snapshot, StreamLayout
 from actorlearner.envs import GymEnvFactory
 from actorlearner.suites import AtariSettings
 from actorlearner.worker import probe
@@ -150,7 +150,7 @@ def limit_of(limit: ModuleType, factory: EnvFactory, num_envs: int) -> Any:
             return np.zeros(num_envs, np.int64), {}
 
     spec, snapshot = probe(factory), Snapshot(0, {})
-    return limit.Recipe(factory, spec, lambda *_: Still(), snapshot, num_envs, processes=1)
+    return limit.Recipe(factory, spec, lambda *_: Still(), snapshot, num_envs, 1, Acting())
 
 
 def test_the_limit_does_not_count_resets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from actorlearner.acting import ActingSettings
 from actorlearner.agents.dqn import DQNSettings
 from actorlearner.agents.dreamer import DreamerSettings
 from actorlearner.config import Settings, config_dir, resolve
@@ -30,6 +31,7 @@ from tests.command import metrics
 CONFIGS = config_dir()
 
 SETTINGS: dict[str, type[Settings]] = {
+    "acting/default": ActingSettings,
     "agent/dqn": DQNSettings,
     "agent/dreamer": DreamerSettings,
     "agent/rainbow": DQNSettings,
@@ -134,7 +136,8 @@ def test_the_root_has_exactly_its_fields() -> None:
 def test_the_root_has_the_values_of_its_settings() -> None:
     tree = read("config")
     both: Mapping[type[Settings], set[str]] = {
-        TrainerSettings: set(TrainerSettings.root) - {"evaluation", "faults", "launch", "tracking"},
+        TrainerSettings: set(TrainerSettings.root)
+        - {"acting", "evaluation", "faults", "launch", "tracking"},
         CommandSettings: field_names(CommandSettings) - {"experiment"},
     }
     for settings, names in both.items():

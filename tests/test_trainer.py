@@ -30,8 +30,10 @@ from omegaconf import OmegaConf
 from actorlearner import checkpoint, interrupts, runstate
 from actorlearner.agents.dqn import DQN
 from actorlearner.contracts import (
+    Acting,
     BadInput,
     CheckpointError,
+    NetworkPolicy,
     NonFiniteError,
     SettingError,
     StepOutput,
@@ -40,6 +42,7 @@ from actorlearner.contracts import (
 from actorlearner.launch.inline import InlineLauncher
 from actorlearner.launch.local import LocalLauncher
 from actorlearner.replay import ReplayBuffer
+from actorlearner.run import compose
 from actorlearner.trainer import Trainer
 from actorlearner.trainersettings import TrainerSettings
 from tests.saved import saved
@@ -195,7 +198,50 @@ class TestSettings:
         assert trainer.settings.evaluation.episodes == 4
         assert trainer.settings.num_streams == 6
         names = {item.name for item in fields(TrainerSettings)}
-        assert set(self.CHANGED) | {"evaluation", "faults"} == names
+        assert set(self.CHANGED) | {"acting", "evaluation", "faults"} == names
+
+    def test_auto_is_a_number_and_stays_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In the configuration too, from which a resume takes it, on whatever machine."""
+        monkeypatch.setattr("actorlearner.trainersettings.core_count", lambda: 3)
+        config = compose(["workers=auto", "envs_per_worker=auto"])
+        trainer = Trainer.from_config(config)
+        assert (trainer.settings.workers, trainer.settings.envs_per_worker) == (3, 16)
+        assert trainer.settings.num_streams == 48
+        assert trainer.config is not None
+        assert (trainer.config.workers, trainer.config.envs_per_worker) == (3, 16)
+        monkeypatch.setattr("actorlearner.trainersettings.core_count", lambda: 5)
+        assert Trainer.from_config(trainer.config).settings.workers == 3
+        assert trainer_of(workers=2, envs_per_worker="auto").settings.num_streams == 32
+
+    def test_workers_act_as_is_chosen(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        asked: list[Any] = []
+
+        def choose(*arguments: Any) -> Acting:
+            asked.append(arguments)
+            return Acting(precision="bfloat16")
+
+        equipped: list[Acting] = []
+
+        def equip(policy: Any, acting: Acting) -> Any:
+            equipped.append(acting)
+            return lambda: None
+
+        monkeypatch.setattr("actorlearner.trainer.choose", choose)
+        monkeypatch.setattr("actorlearner.worker.equip", equip)
+        acting = {"backend": "auto"}
+        trainer = trainer_of(
+            lockstep=False, acting=acting, envs_per_worker=2, total_steps=4, run_dir=tmp_path
+        )
+        trainer.fit(Guess, replay(), dqn())
+        ((settings, policy, spec, *counts, cache),) = asked
+        assert settings.backend == "auto"
+        assert isinstance(policy, NetworkPolicy)
+        assert spec.name == "Guess"
+        assert counts == [2, trainer.settings.unroll_length]
+        assert cache == tmp_path / "acting.json"
+        assert equipped == [Acting(precision="bfloat16")], "evaluations act as they always do"
 
     @pytest.mark.parametrize(
         ("name", "key"),
@@ -229,6 +275,8 @@ class TestSettings:
             ({"compile": True}, "^trainer.compile=True: must be one of default, reduce-overhead"),
             ({"compile": "default"}, "^trainer.compile=default: lockstep needs null"),
             ({"dtype": "bfloat16", "lockstep": True}, "^trainer.dtype=bfloat16: lockstep needs"),
+            ({"acting": {"backend": "auto"}}, "^acting.backend=auto: lockstep needs acting.backe"),
+            ({"acting": {"precision": "bfloat16"}}, "^acting.precision=bfloat16: lockstep needs"),
             ({"samples_per_insert": float("inf")}, "^samples_per_insert=inf: must be greater"),
             ({"samples_per_insert": float("nan")}, "^samples_per_insert=nan: must be greater"),
             ({"evaluation": {"episodes": 0}}, "^evaluation.episodes=0: must be at least 1"),

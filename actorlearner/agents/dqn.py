@@ -37,6 +37,7 @@ from actorlearner.joint_actions import JointActions
 from actorlearner.networks import (
     MLP,
     DuelingHead,
+    EagerForward,
     Encoder,
     LinearLayer,
     NoisyLinear,
@@ -208,7 +209,7 @@ class QNetwork(nn.Module):
         return returns
 
     def _features(self, observation: Mapping[str, Tensor], precision: Precision) -> Tensor:
-        parameter = next(self.parameters())
+        parameter = next(self.head.parameters())  # convolutions may have a dtype of their own
         with autocast(precision, parameter.device):
             features: Tensor = self.hidden(self.encoder(observation, parameter.dtype))
         # The head goes without: what tells actions apart is small beside what they are worth.
@@ -253,10 +254,12 @@ class EpsilonGreedyPolicy:
             greedy: leave out the noise of noisy layers.
             extras: those of `EXTRAS` that are asked for.
         """
-        self._network = network.requires_grad_(False).eval()
+        self.network = network.requires_grad_(False).eval()
+        self.forward: Callable[[Observation], Array] = EagerForward(self.network)
         self._parameters = dict(network.state_dict(keep_vars=True))
         noisy = () if greedy else network.modules()
         self._noisy_layers = [layer for layer in noisy if isinstance(layer, NoisyLinear)]
+        self.has_noise = bool(self._noisy_layers)
         self._actions = actions
         self._fixed_epsilon = epsilon
         self._epsilon: float | Array = 0.0
@@ -276,9 +279,7 @@ class EpsilonGreedyPolicy:
         if generator is not None:
             for layer in self._noisy_layers:
                 layer.draw(generator)
-        with torch.inference_mode():
-            values = self._network({k: torch.from_numpy(v) for k, v in observation.items()})
-            values_BA: Array = values.numpy()
+        values_BA = self.forward(observation)
         action_B: Array = values_BA.argmax(1)
         if generator is not None and np.any(self._epsilon):
             explores_B = generator.random(len(action_B)) < self._epsilon

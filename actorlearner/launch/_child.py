@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import math
 import os
 import signal
 import sys
@@ -29,7 +28,7 @@ import numpy as np
 from actorlearner.contracts import (
     Array,
     ArraySpec,
-    Episode,
+    Episodes,
     EvaluationRequest,
     Failure,
     Snapshot,
@@ -47,7 +46,6 @@ TELL_STATES = -1
 """Where a slot number could stand."""
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-_NUMBERS = ("stream", "row", "ret", "length")  # of an `Episode`; the rest of it is `info`
 
 
 class Commit(NamedTuple):
@@ -94,17 +92,19 @@ class Slot:
     def layout(cls, spec: WorkerSpec) -> dict[str, ArraySpec]:
         """The arrays of one slot."""
         rows = spec.unroll_length * len(spec.streams)
-        columns = len(_NUMBERS) + len(spec.env_factory.info_metrics)
+        columns = Episodes.width(spec.env_factory.info_metrics)
         ended = ArraySpec((2 * rows, columns), "float64")  # episodes, then lives
         return {**spec.unroll_layout, cls._ENDED: ended}
 
     def commit(self, index: int) -> Commit:
         """Complete the slot, number ``index`` of its worker, and tell of it."""
         unroll = self.unroll
-        for line, episode in enumerate([*unroll.episodes, *unroll.lives]):
-            info = dict(episode.info)
-            noted = [info.get(name, math.nan) for name in self._names]  # NaN: it had none
-            self._ended[line] = [*episode[: len(_NUMBERS)], *noted]
+        begin = 0
+        for ended in (unroll.episodes, unroll.lives):
+            if len(ended):
+                assert isinstance(ended, Episodes)
+                self._ended[begin : begin + len(ended)] = ended.lines
+            begin += len(ended)
         return Commit(
             index,
             unroll.sequence,
@@ -117,18 +117,13 @@ class Slot:
 
     def view(self, commit: Commit) -> Unroll:
         """The unroll that ``commit`` tells of."""
-        ended = []
-        lines = self._ended[: commit.num_episodes + commit.num_lives].tolist()
-        for stream, row, ret, length, *noted in lines:
-            named = zip(self._names, noted, strict=True)
-            info = tuple((name, number) for name, number in named if not math.isnan(number))
-            ended.append(Episode(int(stream), int(row), ret, int(length), info))
+        lines = self._ended[: commit.num_episodes + commit.num_lives]
         return replace(
             self.unroll,
             sequence=commit.sequence,
             version=commit.version,
-            episodes=ended[: commit.num_episodes],
-            lives=ended[commit.num_episodes :],
+            episodes=Episodes(lines[: commit.num_episodes], self._names),
+            lives=Episodes(lines[commit.num_episodes :], self._names),
             seconds=commit.seconds,
             started_at=commit.started_at,
         )

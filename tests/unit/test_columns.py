@@ -77,15 +77,34 @@ def test_vector_and_separate_environments_are_alike(tells_lives):
         for got, wanted in zip(vector, separate, strict=True):
             np.testing.assert_allclose(got, wanted)
         assert not any(flags[resting].any() for flags in separate)
-        for column in np.flatnonzero(resting).tolist():
-            for envs, into in zip(both, seen, strict=True):
-                envs.restart(column, None, into)
+        for envs, into in zip(both, seen, strict=True):
+            envs.restart(np.flatnonzero(resting).tolist(), None, into)
         resting = separate.terminated | separate.truncated
         counts += [flags.sum() for flags in separate[1:]]
     assert (counts[:2] > 10).all()
     assert counts[2] > 10 if tells_lives else counts[2] == 0
     for envs in both:
         envs.close()
+
+
+def test_environments_called_directly_get_the_same_actions_as_through_an_adapter():
+    """Scalars as the space samples them."""
+    given: list[Any] = []
+
+    class Notes(Lives):
+        def step(self, action: Any) -> Any:
+            given.append(action)
+            return super().step(action)
+
+    envs = SeparateEnvs([EnvAdapter(Notes(), "Notes") for _ in range(2)])
+    assert all(adapter.needs_no_adapting for adapter in envs.adapters)
+    into = zeros(envs.adapters[0].spec, 2)
+    envs.begin(np.array([1, 2]), into)
+    envs.step(np.array([1, 2]), np.zeros(2, np.bool_), into)
+    envs.adapters[0].step(np.int64(1))
+    assert given == [1, 2, 1]
+    assert {type(action) for action in given} == {type(Notes().action_space.sample())}
+    envs.close()
 
 
 def test_columns_that_rest_are_left_alone():
@@ -98,7 +117,7 @@ def test_columns_that_rest_are_left_alone():
     assert (into["observation"][1] == before[1]).all()
     assert (into["observation"][0] != before[0]).all()
     assert steps.reward[0] > steps.reward[1] == 0
-    envs.restart(1, 2, into)
+    envs.restart([1], [2], into)
     assert (into["observation"][1] == before[1]).all()
     envs.close()
 
@@ -186,14 +205,16 @@ def test_a_vector_environment_of_any_spaces():
         )
         for got, wanted in zip(vector, separate, strict=True):
             np.testing.assert_array_equal(got, wanted)
-        for column in np.flatnonzero(separate.terminated).tolist():
-            numbers = [envs.info_metrics(column, ("nothing", "success")) for envs in both]
-            told = (("success", float(action[column, 0] > 1)),) if action[column, 1] else ()
-            assert numbers[0] == numbers[1] == told
-            ends += 1
-        for column in np.flatnonzero(resting).tolist():
-            for envs, into in zip(both, seen, strict=True):
-                envs.restart(column, None, into)
+        columns = np.flatnonzero(separate.terminated).tolist()
+        numbers = [envs.info_metrics(columns, ("nothing", "success")) for envs in both]
+        told = [
+            (("success", float(action[column, 0] > 1)),) if action[column, 1] else ()
+            for column in columns
+        ]
+        assert numbers[0] == numbers[1] == told
+        ends += len(columns)
+        for envs, into in zip(both, seen, strict=True):
+            envs.restart(np.flatnonzero(resting).tolist(), None, into)
         resting = separate.terminated
     assert ends > 20
     for envs in both:
@@ -227,8 +248,7 @@ def test_native_and_single_cartpoles_make_the_same_transitions():
         ours, theirs = native.step(action, resting, seen), single.step(action, resting, twin)
         for got, wanted in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(got, wanted)
-        for column in np.flatnonzero(resting).tolist():
-            single.restart(column, None, twin)
+        single.restart(np.flatnonzero(resting).tolist(), None, twin)
         fresh, resting = resting, ours.terminated | ours.truncated
         ends += int(resting.sum())
     assert ends > 20

@@ -725,7 +725,7 @@ class TestPolicy:
         assert {array.dtype for array in snapshot.arrays.values()} == {np.dtype("float32")}
         policy = self.policy(agent, greedy=True)
         policy.load(snapshot)
-        loaded = policy._network.state_dict()
+        loaded = policy.network.state_dict()
         assert loaded.keys() == agent.online.state_dict().keys()
         for name, tensor in agent.online.state_dict().items():
             assert torch.equal(loaded[name], tensor.to(torch.float32)), name

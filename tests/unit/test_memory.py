@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import psutil
 import pytest
 
 from actorlearner import memory
-from actorlearner.memory import free_memory
+from actorlearner.memory import core_count, free_memory
 
 MIB = 2**20
 VERSION_2 = "memory.max", "memory.current", "inactive_file"
@@ -82,3 +83,26 @@ class TestGroups:
         root = self.enter(groups, names, "/")
         group(root, names, MIB, 2 * MIB)
         assert free_memory() == 0
+
+
+@pytest.mark.parametrize(
+    ("parent", "own", "wanted"),
+    [
+        (None, None, 6),
+        ("max 100000", "250000 100000", 2),
+        ("150000 50000", "max 100000", 3),
+        ("150000 50000", "250000 100000", 2),
+        (None, "20000 100000", 1),
+        (None, "900000 100000", 6),
+    ],
+)
+def test_cores_that_may_be_used(
+    groups: Path, monkeypatch: pytest.MonkeyPatch, parent: str | None, own: str | None, wanted: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+    (groups / "own").write_text("1:memory:/x\n0::/job/task\n")
+    (groups / "job" / "task").mkdir(parents=True)
+    for path, text in ((groups / "job", parent), (groups / "job" / "task", own)):
+        if text is not None:
+            (path / "cpu.max").write_text(f"{text}\n")
+    assert core_count() == wanted

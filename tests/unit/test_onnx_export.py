@@ -15,7 +15,7 @@ from actorlearner import onnx_export
 from actorlearner.agents.dqn import DQN
 from actorlearner.contracts import ActorLearnerError, ArraySpec, BadInput, EnvSpec, NativeSpec
 from actorlearner.inference import LoadedPolicy
-from actorlearner.onnx_export import _random_observation
+from actorlearner.onnx_export import random_observation
 from tests.tiny import Regressor, vector_spec
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -60,7 +60,7 @@ def test_a_file_acts_as_the_policy(spec: EnvSpec, settings: Any, tmp_path: Path)
     policy = agent.policy_factory(["greedy_value"])(spec, (0,), 1, True)
     policy.load(agent.snapshot(0))
     for size in (1, 9):
-        observation = _random_observation(spec.observation, size, np.random.default_rng(size))
+        observation = random_observation(spec.observation, size, np.random.default_rng(size))
         values, action = session.run(["values", "action"], observation)
         wanted, noted = policy.act(observation, None)
         assert values.shape == (size, np.prod(spec.action.categories))

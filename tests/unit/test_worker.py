@@ -804,3 +804,24 @@ def test_entries_of_many_categories():
     Env.last = np.array([2, 1])
     with pytest.raises(BadInput, match="it is 2, where the space has 2 values"):
         collected(worker)
+
+
+def test_what_runs_the_network_is_told_of_each_snapshot(monkeypatch):
+    """Once, after the policy has loaded it."""
+    told: list[int] = []
+
+    def equip(policy: Any, acting: Any) -> Callable[[], None]:
+        return lambda: told.append(policy.version)
+
+    monkeypatch.setattr("actorlearner.worker.equip", equip)
+    (spec,) = worker_specs(GymEnvFactory.of(Places))
+    worker = EnvWorker(spec)
+    worker.open()
+    unroll = Unroll.from_arrays(
+        0, spec.streams, {name: array.zeros() for name, array in spec.unroll_layout.items()}
+    )
+    first, second = snapshot(1), snapshot(2)
+    for each in (first, first, second):
+        worker.collect(each, unroll)
+    assert told == [1, 2]
+    worker.close()
