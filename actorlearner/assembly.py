@@ -26,6 +26,7 @@ from actorlearner.contracts import (
 )
 from actorlearner.memory import core_count
 from actorlearner.streams import StreamLedger, assign_streams
+from actorlearner.threads import UpdateThreads
 from actorlearner.trainersettings import CompileMode, TrainerSettings
 
 _INLINE = "actorlearner.launch.inline:InlineLauncher"
@@ -36,16 +37,29 @@ _AGENT = "actorlearner.agents.dqn:DQN"
 
 
 @contextmanager
-def learner_threads(settings: TrainerSettings) -> Iterator[None]:
-    """Leave the workers a core each, and in lockstep use one thread: sums keep their order."""
+def one_thread() -> Iterator[None]:
+    """Torch's, for all but updates: workers have the other cores, and small networks lose by more.
+
+    In lockstep for updates too, since sums keep their order.
+    """
     before = torch.get_num_threads()
-    # A worker in this process acts by threads of its own choice; small networks lose by many.
-    wanted = 1 if settings.lockstep else max(1, core_count() - max(1, settings.workers))
-    torch.set_num_threads(wanted)
+    torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def update_threads(settings: TrainerSettings, device: torch.device) -> UpdateThreads:
+    """The torch threads of updates on ``device``: those that were asked for, or what is fastest."""
+    if settings.threads is not None:
+        return UpdateThreads([settings.threads])
+    if settings.lockstep or device.type != "cpu":
+        return UpdateThreads([1])
+    cores = core_count()
+    free = max(1, cores - settings.workers)
+    # What is compiled is so for one number, and would be compiled again for another.
+    return UpdateThreads([free] if settings.compile is not None else [1, free, cores])
 
 
 def compiled(

@@ -41,6 +41,11 @@ class UpdateThreads:
         self._turn = 0
         self._of_turn: list[float] = []
 
+    @property
+    def chosen(self) -> int | None:
+        """The number that stays; None while it is being found out."""
+        return self._chosen
+
     @contextmanager
     def update(self) -> Iterator[None]:
         """Run one update with the threads that it is to have."""

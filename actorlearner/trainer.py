@@ -24,7 +24,8 @@ from actorlearner.assembly import (
     default_agent,
     default_store,
     going_on,
-    learner_threads,
+    one_thread,
+    update_threads,
     make_callbacks,
     make_launcher,
     make_tracker,
@@ -333,7 +334,7 @@ class Trainer:
             # Or CUDA graphs would reuse the memory of what a training step carries to the next.
             torch.compiler.cudagraph_mark_step_begin()
         told: dict[str, torch.Tensor | float] = {}
-        with self._log.split("update"):
+        with self._log.split("update"), self._threads.update():
             carry: Any = batch.to(self.device)
             for name, training_step in self._training_steps.items():
                 output = training_step(carry)
@@ -525,7 +526,7 @@ class Trainer:
         alone = replace(self.settings, workers=0, envs_per_worker=1)
         self._log = RunLog(None)
         seed_everything(alone.seed)  # an environment may draw from global generators
-        with learner_threads(alone), make_launcher(alone, None) as launcher:
+        with one_thread(), make_launcher(alone, None) as launcher:
             self._env_spec = launcher.probe(factory, alone.evaluation.render_mode)
             model.build(self._env_spec)
             self.set_attributes_to_model(model)
@@ -624,7 +625,7 @@ class Trainer:
         with ExitStack() as stack:
             messages = stack.enter_context(Messages(console=s.console != "off"))
             self._interrupts = stack.enter_context(Interrupts())
-            stack.enter_context(learner_threads(s))
+            stack.enter_context(one_thread())
             launcher = stack.enter_context(make_launcher(s, self._launcher))
             if s.run_dir is not None:
                 checkpoint.refuse_used(s.run_dir, goes_on_from=self.checkpoint)
@@ -699,6 +700,7 @@ class Trainer:
         model.to(self.device, self.dtype)
         self._optimizers = model.configure_optimizers()
         self._training_steps = compiled(model.training_steps(), s.compile, self.device)
+        self._threads = update_threads(s, self.device)
         self._finite_steps = FiniteSteps(self._reads_at_once)
         span = self._log.split("feedback")
         self._feedback = FeedbackLine(replay_buffer, self._reads_at_once, span)

@@ -89,6 +89,9 @@ class TrainerSettings(Settings):
     compile: CompileMode | None = None
     """Training steps through ``torch.compile``, in its mode default, reduce-overhead or
     max-autotune; null leaves them as they are."""
+    threads: int | None = setting(None, low=1)
+    """Torch threads of updates on the CPU; null tries some while it learns, and keeps the number
+    that is fastest beside the workers (in lockstep: one)."""
     publish_every_updates: int = setting(1, low=1)
     """Updates between snapshots for the workers (in lockstep: one before every gather)."""
     evaluate_every_env_steps: int = setting(0, low=0)
@@ -135,6 +138,11 @@ class TrainerSettings(Settings):
             raise SettingError(
                 f"{self.key('compile')}={self.compile}: lockstep needs null, because another "
                 "compiler sums in another order"
+            )
+        if self.lockstep and self.threads not in (None, 1):
+            raise SettingError(
+                f"{self.key('threads')}={self.threads}: lockstep needs 1 or null, because more "
+                "threads sum in another order"
             )
         for name, value in asdict(self.acting).items():
             if self.lockstep and value not in ("eager", "float32"):

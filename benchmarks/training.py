@@ -19,7 +19,6 @@ import learner
 import torch
 from common import OtherWork, Parts, argument_parser, facts, rate, report, run, say, table
 
-from actorlearner.assembly import learner_threads
 from actorlearner.callbacks import Callback
 from actorlearner.trainer import Trainer
 
@@ -30,9 +29,11 @@ class Meter(Callback):
     Attributes:
         env_steps_per_s: of all workers.
         updates_per_s: of the learner.
+        threads: of torch in updates.
     """
 
     env_steps_per_s = updates_per_s = 0.0
+    threads = 1
 
     def __init__(self, seconds: float, warmup: float) -> None:
         """Time for ``seconds``, from ``warmup`` seconds after the first update on."""
@@ -51,6 +52,7 @@ class Meter(Callback):
         elif (wall_s := now - self._began[0]) >= self._seconds:
             self.env_steps_per_s = (trainer.env_steps - self._began[1]) / wall_s
             self.updates_per_s = (trainer.updates - self._began[2]) / wall_s
+            self.threads = trainer._threads.chosen or 1
             trainer.stop()
 
 
@@ -65,16 +67,19 @@ def train(settings: Sequence[str], seconds: float, warmup: float) -> Meter:
     return meter
 
 
-def bare_updates_per_s(settings: Sequence[str], seconds: float) -> float:
-    """What a loop of bare updates makes."""
+def bare_updates_per_s(settings: Sequence[str], seconds: float, threads: int) -> float:
+    """What a loop of bare updates makes with so many torch threads."""
     parts = Parts.of(settings)
     learner.build(parts, rows=5_000)
-    with learner_threads(parts.trainer.settings):
-        bare = learner.bare_loop(parts)
-        device = parts.trainer.device
-        wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    bare = learner.bare_loop(parts)
+    wait = torch.cuda.synchronize if parts.trainer.device.type == "cuda" else lambda: None
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
         rate(bare, min(1.0, seconds), wait)
         return rate(bare, seconds, wait)
+    finally:
+        torch.set_num_threads(before)
 
 
 def main() -> None:
@@ -92,18 +97,27 @@ def main() -> None:
     for _ in range(args.pairs):
         others = OtherWork()
         meter = train(settings, args.seconds, args.warmup)
-        bare = bare_updates_per_s(settings, args.seconds / 4)
+        bare = bare_updates_per_s(settings, args.seconds / 4, meter.threads)
         pair = {
             "env_steps_per_s": meter.env_steps_per_s,
             "updates_per_s": meter.updates_per_s,
             "bare_updates_per_s": bare,
             "ratio": meter.updates_per_s / bare,
+            "threads": meter.threads,
             "other_cores": others.cores(),
         }
         pairs.append({name: round(value, 4) for name, value in pair.items()})
     median = {name: statistics.median(pair[name] for pair in pairs) for name in pairs[0]}
     say(f"{options.workers} workers of {options.envs_per_worker} envs")
-    head = ["pair", "env steps/s", "updates/s", "bare updates/s", "ratio", "cores of others"]
+    head = [
+        "pair",
+        "env steps/s",
+        "updates/s",
+        "bare updates/s",
+        "ratio",
+        "threads",
+        "cores of others",
+    ]
     rows = [[str(number), *pair.values()] for number, pair in enumerate(pairs, 1)]
     table(head, [*rows, ["median", *median.values()]])
     result = {

@@ -46,6 +46,7 @@ FLOORS = {
     "interrupts": 1,
     "background": 1,
     "pulse": 1,
+    "threads": 1,
     "envstate": 1,
     "messages": 1,
     "onnx_export": 1,
