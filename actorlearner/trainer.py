@@ -24,11 +24,11 @@ from actorlearner.assembly import (
     default_agent,
     default_store,
     going_on,
-    one_thread,
-    update_threads,
     make_callbacks,
     make_launcher,
     make_tracker,
+    one_thread,
+    update_threads,
     worker_specs,
 )
 from actorlearner.callbacks import Callback

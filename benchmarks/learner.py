@@ -64,13 +64,14 @@ def bare_loop(parts: Parts) -> Callable[[], None]:
 
     def update() -> None:
         carry: Any = batch
-        for name, step in steps.items():
-            output = step(carry)
-            optimizers[name].zero_grad(set_to_none=True)
-            output.loss.backward()
-            torch.nn.utils.clip_grad_norm_(parameters[name], clip)
-            optimizers[name].step()
-            carry = carry if output.carry is None else output.carry
+        with trainer._threads.update():
+            for name, step in steps.items():
+                output = step(carry)
+                optimizers[name].zero_grad(set_to_none=True)
+                output.loss.backward()
+                torch.nn.utils.clip_grad_norm_(parameters[name], clip)
+                optimizers[name].step()
+                carry = carry if output.carry is None else output.carry
         for name in steps:
             agent.after_step(name, trainer.updates)
 
@@ -167,15 +168,13 @@ class Clock:
 def main() -> None:
     """Measure what the command line says, and tell."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--threads", type=int, help="torch threads; default: as torch has it")
+    parser.add_argument("--threads", type=int, default=1, help="of torch, in updates")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     parser.add_argument("--pairs", type=int, default=7, help="of updates and bare loops in turn")
     parser.add_argument("--rows", type=int, default=5_000, help="in the replay buffer")
     args = parser.parse_intermixed_args()
     machine = facts()
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    parts = Parts.of(args.settings)
+    parts = Parts.of([*args.settings, f"trainer.threads={args.threads}"])
     build(parts, args.rows)
     trainer, device = parts.trainer, parts.trainer.device
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -197,7 +196,7 @@ def main() -> None:
 
     batch_size = parts.agent.sample_spec.batch_size
     title = f"{type(parts.agent).__name__} on {parts.factory.name}"
-    say(f"{title}: batches of {batch_size} on {device}, {torch.get_num_threads()} threads")
+    say(f"{title}: batches of {batch_size} on {device}, {args.threads} threads")
     say(f"{updates_per_s:,.1f} updates/s, {1e3 / updates_per_s:.3f} ms each; with a clock inside:")
     say(
         f"{beyond.wall:+.1%} over a bare loop of the same arithmetic by the clock, "
@@ -219,7 +218,7 @@ def main() -> None:
         "batch_size": batch_size,
         "parameters": parameters,
         "device": str(device),
-        "threads": torch.get_num_threads(),
+        "threads": args.threads,
         "settings": args.settings,
         **machine,
     }

@@ -69,17 +69,12 @@ def train(settings: Sequence[str], seconds: float, warmup: float) -> Meter:
 
 def bare_updates_per_s(settings: Sequence[str], seconds: float, threads: int) -> float:
     """What a loop of bare updates makes with so many torch threads."""
-    parts = Parts.of(settings)
+    parts = Parts.of([*settings, f"trainer.threads={threads}"])
     learner.build(parts, rows=5_000)
     bare = learner.bare_loop(parts)
     wait = torch.cuda.synchronize if parts.trainer.device.type == "cuda" else lambda: None
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        rate(bare, min(1.0, seconds), wait)
-        return rate(bare, seconds, wait)
-    finally:
-        torch.set_num_threads(before)
+    rate(bare, min(1.0, seconds), wait)
+    return rate(bare, seconds, wait)
 
 
 def main() -> None:

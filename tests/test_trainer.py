@@ -178,7 +178,7 @@ class TestSettings:
         "device": "cpu", "lockstep": True, "samples_per_insert": 3.5, "run_dir": Path("x"),
         "trust": ("mine",), "launch": {"slots": 3}, "dtype": "float64", "gradient_clip_val": 0.5,
         "nonfinite": "skip", "compile": "max-autotune",
-        "publish_every_updates": 4, "evaluate_every_env_steps": 10,
+        "publish_every_updates": 4, "threads": 1, "evaluate_every_env_steps": 10,
         "checkpoint_every_env_steps": 20, "log_every_env_steps": 30, "keep_last": 2,
         "keep_best": 0, "preempt_deadline_s": 9.5,
         "console": "off", "tracking": {"target": "mine:Tracker"},

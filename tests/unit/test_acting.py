@@ -176,6 +176,7 @@ def test_the_choice_is_kept(
     assert chosen(cache) == "onnx"
     assert json.loads(cache.read_text())["backend"] == "onnx"
     others.seconds["onnx"] = 9.0
+    caplog.clear()
     with caplog.at_level(logging.INFO):
         assert chosen(cache) == "onnx"
     assert caplog.messages == ["Acting by onnx, as was measured before (acting.json)."]
