@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 import shlex
 import shutil
@@ -1085,3 +1086,14 @@ def test_the_command_that_evaluates_again_trusts_what_the_run_imports(
     said = caplog.messages[-1].partition("actorlearner.run ")[2]
     assert said == "--eval-only ckpt=run 'trust=[evil]'"
     assert main(shlex.split(said)) == 0
+
+
+@pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}])
+def test_threads_of_torch_spin_briefly_unless_told(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP", "OMP"))} | given
+    monkeypatch.setattr(os, "environ", environment)
+    assert main(["workers=-1"]) == 2
+    wanted = None if "OMP_WAIT_POLICY" in given else given.get("GOMP_SPINCOUNT", "10000")
+    assert environment.get("GOMP_SPINCOUNT") == wanted
