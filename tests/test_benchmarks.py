@@ -278,6 +278,16 @@ def test_training_tells_its_rate_beside_bare_updates(call: Call) -> None:
         assert pair["ratio"] == pytest.approx(quotient, abs=1e-3)
 
 
+def test_scaling_tells_every_point_and_draws_them(call: Call, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    short = "--workers 1,2 --envs 1,4 --rounds 1 --seconds 0.1 --warmup 0.05 --plot points.png"
+    result = call("scaling", f"agent.hidden=[16] replay.capacity=5000 {short}").result
+    rates = result["env_steps_per_s"]
+    assert [(w, e) for w in rates for e in rates[w]] == [(w, e) for w in "12" for e in "14"]
+    assert all(rate > 0 for by_envs in rates.values() for rate in by_envs.values())
+    assert (tmp_path / "points.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_guards_tell_what_is_too_low(call: Call, tmp_path: Path, monkeypatch: Any) -> None:
     check = load("check", monkeypatch)
     (tmp_path / "one.py").write_text("""print('{"ratio": 0.7}')""")
