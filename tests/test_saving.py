@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import errno
+import math
 import os
+import shutil
 import signal
 import threading
 import time
@@ -18,7 +20,9 @@ import pytest
 from actorlearner import checkpoint, load_policy, rows
 from actorlearner.callbacks import Callback
 from actorlearner.contracts import CheckpointError, SettingError
+from actorlearner.interrupts import Interrupts
 from actorlearner.launch.inline import InlineLauncher
+from actorlearner.saving import Saver
 from actorlearner.trainer import Trainer
 from tests.test_trainer import (
     Recorder,
@@ -227,6 +231,25 @@ FULL = [
 """Where it fails, and how."""
 
 
+def test_an_old_checkpoint_that_can_not_be_deleted_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The new one was written nevertheless, so nothing has failed."""
+    real = shutil.rmtree
+
+    def refuse(path: Any, **more: Any) -> None:
+        if Path(path).name.startswith("step_") and not more:
+            raise PermissionError(13, "Permission denied", str(path))
+        real(path, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    trainer = trainer_of(run_dir=tmp_path, checkpoint_every_env_steps=16, keep_last=1)
+    trainer.fit(Guess, replay(), dqn())
+    assert not trainer.save_failed
+    assert len(checkpoints(tmp_path)) > 1
+    assert "an old checkpoint can't be deleted: [Errno 13] Permission denied" in caplog.text
+
+
 class TestNoRoom:
     @pytest.mark.parametrize(("call", "number"), FULL)
     def test_training_goes_on_and_the_old_one_stands(
@@ -265,6 +288,43 @@ class TestNoRoom:
         assert not (tmp_path / "checkpoints" / "saving.tmp").exists()
 
 
+class Unwritable:
+    """Writes of weights that fail until there is room; their worth is their score."""
+
+    def __init__(self) -> None:
+        self.has_room = False
+        self.best = -math.inf
+
+    def write(self, score: float, pace: Any) -> Path | None:
+        if score <= self.best:
+            return None
+        if not self.has_room:
+            raise OSError(28, "No space left on device")
+        self.best = score
+        return Path("best")
+
+
+class TestBestThatFailed:
+    @pytest.mark.parametrize(("later", "is_missing"), [(4.0, True), (6.0, False)])
+    def test_it_is_missing_until_a_better_one_is_written(
+        self, later: float, is_missing: bool
+    ) -> None:
+        """Worse ones that are none of the best don't make up for it."""
+        writes = Unwritable()
+        saver = Saver(Interrupts(), None, lambda path: None)
+
+        def evaluated(version: int, score: float) -> None:
+            saver.hold(version, writes.write)
+            saver.judge(version, score)
+            saver.finish()
+
+        evaluated(1, 5.0)
+        assert saver.failed
+        writes.has_room, writes.best = True, 5.0 if is_missing else 4.0
+        evaluated(2, later)
+        assert saver.failed == is_missing
+
+
 class TestReplayOnDisk:
     def test_a_run_in_parts_is_the_run_in_one(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -292,6 +352,22 @@ class TestReplayOnDisk:
         fit("memory", tmp_path / "changed", older)
         for end in (ends[1], *ends[4:]):
             assert differences(ends[0], end) == []
+
+    def test_one_that_can_not_be_taken_over_is_told(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No room for its pages, say; the checkpoint stays as it is."""
+        monkeypatch.setattr(rows, "PAGE_BYTES", 200)
+        trainer_of(run_dir=tmp_path).fit(Guess, replay(storage="disk"), dqn())
+
+        def refuse(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(rows.DiskRows, "load", refuse)
+        again = trainer_of(run_dir=tmp_path, checkpoint=tmp_path, total_steps=96)
+        with pytest.raises(CheckpointError, match=r"its replay can't be taken over: .*No space"):
+            again.fit(Guess, replay(storage="disk"), dqn())
+        checkpoint.verify(checkpoint.find(tmp_path))
 
     def test_it_needs_a_run_directory(self) -> None:
         with pytest.raises(SettingError, match=r"replay\.storage=disk: needs a run directory"):
