@@ -137,9 +137,10 @@ def test_memory_is_there_before_it_is_written_to() -> None:
     """First touch is slow, and a machine that is short of memory shows it before the run."""
     process = psutil.Process()
     before = process.memory_info().rss
-    rows_of_20_mib = MemoryRows(ArraySpec((1024,), "uint8"), 20 << 10)
-    assert process.memory_info().rss - before > 0.9 * (20 << 20)
-    assert not rows_of_20_mib[np.array([0, (20 << 10) - 1])].any()
+    rows_of_100_mib = MemoryRows(ArraySpec((1024,), "uint8"), 100 << 10)
+    # Half of it, because what other tests left may go back to the system meanwhile.
+    assert process.memory_info().rss - before > 0.5 * (100 << 20)
+    assert not rows_of_100_mib[np.array([0, (100 << 10) - 1])].any()
 
 
 # --------------------------------------------------------------------------------- for batches
