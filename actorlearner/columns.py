@@ -265,7 +265,7 @@ class VectorEnvs:
             ValueError: an action is out of range.
         """
         count = self._num_actions
-        if count is not None and np.count_nonzero((action < 0) | (action >= count)):
+        if count is not None and (action.min() < 0 or action.max() >= count):
             raise ValueError(f"action={action}: must be in [0, {count})")
         observation, reward, terminated, truncated, self._info = self._env.step(
             self._spaces.native_array(action)

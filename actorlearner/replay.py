@@ -512,9 +512,10 @@ class ReplayBuffer:
     def _prioritise_since(self, key: int) -> None:
         """Give the rows from ``key`` on the priority of new ones."""
         if self._tree is not None:
-            addresses = self._ring.address(np.arange(key, self._ring.head))
             priority = self._max_priority**self.settings.alpha
-            self._tree.set(addresses, np.where(self._ring.valid[addresses], priority, 0.0))
+            for rows in self._ring.since(key):
+                addresses = np.arange(rows.start, rows.stop)
+                self._tree.set(addresses, np.where(self._ring.valid[rows], priority, 0.0))
 
     def _prioritise_by_actor(self, tree: SumTree, key: int, spec: SampleSpec) -> None:
         """Give rows from ``key`` on, and older ones whose windows they complete, the actor's error.

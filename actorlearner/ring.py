@@ -5,7 +5,6 @@ Legend of the suffixes: N rows of a walk, B walks.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -157,6 +156,12 @@ class BlockRing:
         """Where the rows ``keys`` stand, or stood."""
         return keys % self.num_rows
 
+    def since(self, key: int) -> list[slice]:
+        """Where the rows from ``key``, first of a block, to the newest stand; at most two parts."""
+        return [
+            rows for _, rows in self._pieces(key, (self.head - key) // self.layout.unroll_length)
+        ]
+
     def keys(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
         """The keys of the rows stored at ``addresses``."""
         oldest = self.head - self.num_stored
@@ -190,34 +195,45 @@ class BlockRing:
             self.last_key[broken] = -1
             self.chain_length[broken] = 0
 
-        keys_BT = self._allocate(len(streams))
-        rows_BT = self.address(keys_BT)
+        begin = self.head
+        first_B = self._allocate(len(streams))
+        for columns, rows in self._pieces(begin, len(streams)):
+            self._write(unroll, columns, rows)
         for key, array in unroll.observation.items():
-            self.observation[key][rows_BT] = array[:-1].swapaxes(0, 1)
             self.observation[key][self._tail(streams)] = array[-1]
-        for name, rows in self.extras.items():
-            rows[rows_BT] = unroll.extras[name].swapaxes(0, 1)
-        self.action[rows_BT] = unroll.action.swapaxes(0, 1)
-        self.reward[rows_BT] = unroll.reward.T
-        self.terminated[rows_BT] = unroll.terminated.T
-        self.valid[rows_BT] = unroll.valid.T
         if self.sequence_length is None:
             self.num_drawable += unroll.env_steps
-        else:
-            self.truncated[rows_BT] = unroll.truncated.T
-            self.first[rows_BT] = unroll.first.T
 
-        self._link(self.last_key[streams], rows_BT[:, 0])
-        self.following[rows_BT[:, -1]] = self._tail(streams)
-        self._note_ages(rows_BT, unroll)
+        self._link(self.last_key[streams], first_B)
+        self.following[first_B + num_rows - 1] = self._tail(streams)
+        self._note_ages(first_B, unroll)
         if self.sequence_length is not None:
-            self._note_sequences(rows_BT, streams, self.sequence_length)
-        self.last_key[streams] = keys_BT[:, -1]
+            self._note_sequences(first_B, streams, self.sequence_length)
+        self.last_key[streams] = np.arange(begin, self.head, num_rows) + num_rows - 1
         self.last_sequence[streams] = unroll.sequence
         given_up = np.concatenate([np.empty(0, np.int64), *self._given_up])
         self._given_up = []
         anew: NDArray[np.bool_] = self.drawable[given_up]  # written since
         return given_up[~anew]
+
+    def _write(self, unroll: Unroll, columns: slice, rows: slice) -> None:
+        """Write ``columns`` of ``unroll`` into ``rows``, one column after the other."""
+
+        def put(into: Array, array_TB: Array) -> None:
+            blocks = into[rows].reshape(-1, unroll.num_rows, *into.shape[1:])
+            blocks[...] = array_TB[:, columns].swapaxes(0, 1)
+
+        for key, array in unroll.observation.items():
+            self.observation[key].write(rows, array[:-1, columns].swapaxes(0, 1))
+        for name, extra in self.extras.items():
+            extra.write(rows, unroll.extras[name][:, columns].swapaxes(0, 1))
+        put(self.action, unroll.action)
+        put(self.reward, unroll.reward)
+        put(self.terminated, unroll.terminated)
+        put(self.valid, unroll.valid)
+        if self.sequence_length is not None:
+            put(self.truncated, unroll.truncated)
+            put(self.first, unroll.first)
 
     def take_windows(self, count: int) -> NDArray[np.int64]:
         """Addresses of the first rows of the oldest windows, up to ``count`` that are whole still.
@@ -440,21 +456,35 @@ class BlockRing:
     def _tail(self, streams: NDArray[np.int64]) -> NDArray[np.int64]:
         return self.num_rows + streams
 
+    def _pieces(self, key: int, num_blocks: int) -> list[tuple[slice, slice]]:
+        """Where ``num_blocks`` blocks from row ``key`` on stand: which of them, at which addresses.
+
+        They stand together, but for the ring's end.
+        """
+        length = self.layout.unroll_length
+        begin = key % self.num_rows
+        before_end = min(num_blocks, (self.num_rows - begin) // length)
+        pieces = [(slice(0, before_end), slice(begin, begin + before_end * length))]
+        if before_end < num_blocks:
+            rest = num_blocks - before_end
+            pieces.append((slice(before_end, num_blocks), slice(0, rest * length)))
+        return pieces
+
     def _allocate(self, num_blocks: int) -> NDArray[np.int64]:
-        """Keys ``[num_blocks, T]`` of new blocks in which nothing is valid."""
-        shape = num_blocks, self.layout.unroll_length
-        keys = np.arange(self.head, self.head + math.prod(shape), dtype=np.int64)
-        rows = self.address(keys)
-        ends = rows[self.layout.unroll_length - 1 :: self.layout.unroll_length]
+        """Addresses ``[num_blocks]`` of the first rows of new blocks in which nothing is valid."""
+        length, begin = self.layout.unroll_length, self.head
+        self.head += num_blocks * length
+        first = self.address(np.arange(begin, self.head, length, dtype=np.int64))
+        ends = first + length - 1
         next_rows = self.following[ends]
         stand = next_rows < self.num_rows  # no tails: of a loaded state there may be more of them
         ends, next_rows = ends[stand], next_rows[stand]
         self._give_up(next_rows[self.before(next_rows) == ends])  # behind a stub there is no next
-        self.num_drawable -= int(np.count_nonzero(self.drawable[rows]))
-        self.valid[rows] = self.drawable[rows] = False
-        self.following[rows] = rows + 1
-        self.head += len(keys)
-        return keys.reshape(shape)
+        for _, rows in self._pieces(begin, num_blocks):
+            self.num_drawable -= int(np.count_nonzero(self.drawable[rows]))
+            self.valid[rows] = self.drawable[rows] = False
+            self.following[rows] = np.arange(rows.start + 1, rows.stop + 1)
+        return first
 
     def _link(self, last_key: NDArray[np.int64], first: NDArray[np.int64]) -> None:
         """Let addresses ``first`` follow the rows ``last_key`` where those are still stored."""
@@ -465,8 +495,9 @@ class BlockRing:
         """Put ``tails``, the observations after the rows ``last_key``, into stubs behind them."""
         stored = self.is_stored(last_key)
         # To make room may overwrite the row that a stub would follow: then nobody walks to it.
-        stubs = self.address(self._allocate(int(np.count_nonzero(stored))))
-        first, last = stubs[:, 0], self.address(last_key[stored])
+        first = self._allocate(int(np.count_nonzero(stored)))
+        stubs = first[:, None] + np.arange(self.layout.unroll_length)
+        last = self.address(last_key[stored])
         for key, tail in tails.items():
             self.observation[key][first] = tail[stored]
         self.following[stubs] = stubs
@@ -474,30 +505,30 @@ class BlockRing:
         self.age[first] = np.minimum(self.age[last] + 1, self._max_age)
         self._link(last_key[stored], first)
 
-    def _note_ages(self, rows_BT: NDArray[np.int64], unroll: Unroll) -> None:
+    def _note_ages(self, first_B: NDArray[np.int64], unroll: Unroll) -> None:
         """Ages of the new rows and of the tails behind them, and what precedes both."""
         length = self.layout.unroll_length
         streams = unroll.streams
         last_key = self.last_key[streams]
         last = self.address(last_key)
-        self.preceding[rows_BT[:, 0] // length] = last
-        self.preceding[self.num_rows // length + streams] = rows_BT[:, -1]
+        self.preceding[first_B // length] = last
+        self.preceding[self.num_rows // length + streams] = first_B + length - 1
         if self._max_age == 0:
             return  # nothing is stacked, and all ages are 0
         # Where nothing precedes, as old as can be: so no stack of it is whole before a `first`.
         linked = self.is_stored(last_key)
         age_B = np.where(linked, self.age[last], self._max_age)
-        _count_ages(age_B, self._max_age, rows_BT, self._tail(streams), unroll.first, self.age)
-        self._give_up(rows_BT[~linked, 0])
+        _count_ages(age_B, self._max_age, first_B, self._tail(streams), unroll.first, self.age)
+        self._give_up(first_B[~linked])
 
     def _note_sequences(
-        self, rows_BT: NDArray[np.int64], streams: NDArray[np.int64], length: int
+        self, first_B: NDArray[np.int64], streams: NDArray[np.int64], length: int
     ) -> None:
         """Mark the rows that ``length`` rows have followed by now, and queue the new windows."""
         unroll_length = self.layout.unroll_length
         back_T = np.arange(unroll_length) - length  # where sequences begin that end in these rows
         hops_T = -(back_T // unroll_length)
-        block_B = rows_BT[:, 0]
+        block_B = first_B
         blocks_HB = [block_B]  # the new ones, the ones before them, ...; -1 where one is missing
         for _ in range(hops_T.max()):
             last_B = self.before(block_B)
@@ -592,7 +623,7 @@ def _drawable_at(
 def _count_ages(
     age_B: NDArray[np.int64],
     max_age: int,
-    rows_BT: NDArray[np.int64],
+    first_B: NDArray[np.int64],
     tail_B: NDArray[np.int64],
     first_TB: NDArray[np.bool_],
     ages: NDArray[np.uint8],
@@ -600,9 +631,9 @@ def _count_ages(
     """Note the ages of new rows and tails in ``ages``, given those of the rows before them."""
     for column in range(len(age_B)):
         age = age_B[column]
-        for row in range(rows_BT.shape[1]):
+        for row in range(len(first_TB)):
             age = 0 if first_TB[row, column] else min(age + 1, max_age)
-            ages[rows_BT[column, row]] = age
+            ages[first_B[column] + row] = age
         ages[tail_B[column]] = min(age + 1, max_age)
 
 

@@ -1,6 +1,6 @@
 """Where a ring keeps rows that are large: in memory, or in files behind memory maps.
 
-Both kinds are indexed as an array is, by whole numbers, and are saved without being copied first.
+Both kinds are indexed as an array is, by whole numbers, take whole blocks, and are saved without being copied first.
 
 Legend of the suffixes: B addresses.
 """
@@ -77,6 +77,14 @@ class MemoryRows:
             if (frozen := reference()) is not None:
                 frozen.keep(addresses)
         self._array[addresses] = rows
+
+    def write(self, places: slice, blocks: Array) -> None:
+        """Write ``blocks`` (``[B, T, ...]``) to the ``B * T`` rows of ``places``, in that order."""
+        for reference in self._frozen:
+            if (frozen := reference()) is not None:
+                frozen.keep(np.arange(places.start, places.stop))
+        # Much faster than by addresses.
+        self._array[places].reshape(blocks.shape)[...] = blocks
 
     def save(self, num_rows: int) -> FrozenRows:
         """The first ``num_rows`` as they are now: a leaf for a checkpoint."""
@@ -207,6 +215,10 @@ class DiskRows:
             if page not in (self._open, self._tail_page):
                 self._begin(page)
             self._pages[page][place] = row
+
+    def write(self, places: slice, blocks: Array) -> None:
+        """Write ``blocks`` (``[B, T, ...]``) to the ``B * T`` rows of ``places``, in that order."""
+        self[np.arange(places.start, places.stop)] = blocks
 
     def save(self, num_rows: int) -> dict[str, Any]:
         """The first ``num_rows`` for a checkpoint: files, and an array of the open page.

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from actorlearner.compiled import compiled
 
-_FAN_OUT = 32
+_FAN_OUT_BITS = 5
+_FAN_OUT = 1 << _FAN_OUT_BITS
 """Children of a node: 4 cache lines. A tree of a million leaves has 4 levels below its root."""
 
 
@@ -127,13 +128,11 @@ def _set(
             return i
     for i in range(len(indices)):
         nodes[indices[i]] = priorities[i]
-    width = 1
     sums = np.empty(8)
     for level in range(1, len(begins)):
-        width *= _FAN_OUT
         newest = -1
         for i in range(len(indices)):
-            parent = indices[i] // width
+            parent = indices[i] >> level * _FAN_OUT_BITS  # a division takes longer than all else
             if parent == newest:  # of new rows, which come in thousands, most have the same
                 continue
             newest = parent

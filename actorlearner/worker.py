@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -348,10 +349,10 @@ class EnvWorker:
         self._rests_B = self._score(steps, valid_B, row)
         resting = rests_B.nonzero()[0]
         if len(resting):
-            self._restart(resting.tolist(), following)
+            self._restart(resting, following)
         self._stack.push(following, first=rests_B)
 
-    def _restart(self, columns: list[int], into: Observation) -> None:
+    def _restart(self, columns: NDArray[np.int64], into: Observation) -> None:
         self.phase = "reset"
         spec, seeds = self.spec, None
         self._episodes_B[columns] += 1
@@ -359,9 +360,9 @@ class EnvWorker:
             numbers = self._episodes_B[columns].tolist()
             seeds = [
                 stream_seed(spec.seed, spec.streams[column], number)
-                for column, number in zip(columns, numbers, strict=True)
+                for column, number in zip(columns.tolist(), numbers, strict=True)
             ]
-        self._envs.restart(columns, seeds, into, self.pulse.beat)
+        self._envs.restart(columns.tolist(), seeds, into, self.pulse.beat)
 
     def _score(self, steps: ColumnSteps, valid_B: NDArray[np.bool_], row: int) -> NDArray[np.bool_]:
         """Add to the scores; the columns whose episode has ended."""
@@ -559,7 +560,9 @@ class Score:
         """
         columns = ended_B.nonzero()[0]
         if len(columns):
-            infos = () if infos_of is None else infos_of(columns.tolist())
+            infos: Sequence[InfoMetrics] = ()
+            if infos_of is not None and self._names:
+                infos = infos_of(columns.tolist())
             ended = self._stream_B[columns], row, self._return_B[columns], self._length_B[columns]
             self._ended.append((*ended, infos))
             self._return_B[columns], self._length_B[columns] = 0.0, 0
@@ -567,18 +570,18 @@ class Score:
     def take(self) -> Episodes:
         """What has ended since this was last asked."""
         ended, self._ended = self._ended, []
-        count = sum(len(stream) for stream, *_ in ended)
-        lines = np.full((count, Episodes.width(self._names)), np.nan)
-        begin = 0
-        for *numbers, infos in ended:
-            part = lines[begin : begin + len(numbers[0])]
-            for index, number in enumerate(numbers):
-                part[:, index] = number
-            if any(infos):
-                for line, info in zip(part, infos, strict=True):
+        counts = [len(streams) for streams, *_ in ended]
+        lines = np.full((sum(counts), Episodes.width(self._names)), np.nan)
+        if ended:
+            streams, rows, returns, lengths, infos = zip(*ended, strict=True)
+            lines[:, 0] = np.concatenate(streams)
+            lines[:, 1] = np.repeat(rows, counts)
+            lines[:, 2] = np.concatenate(returns)
+            lines[:, 3] = np.concatenate(lengths)
+            if noted := list(chain.from_iterable(infos)):
+                for line, info in zip(lines, noted, strict=True):
                     for name, value in info:
                         line[4 + self._names.index(name)] = value
-            begin += len(part)
         return Episodes(lines, self._names)
 
 
