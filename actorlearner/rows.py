@@ -1,6 +1,7 @@
 """Where a ring keeps rows that are large: in memory, or in files behind memory maps.
 
-Both kinds are indexed as an array is, by whole numbers, take whole blocks, and are saved without being copied first.
+Both kinds are indexed as an array is, by whole numbers, take whole blocks, and are saved without
+being copied first.
 
 Legend of the suffixes: B addresses.
 """
