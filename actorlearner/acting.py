@@ -251,7 +251,7 @@ def _faster(
     unroll_length: int,
     cache: Path | None,
 ) -> Acting:
-    case = [policy.network.__class__.__name__, num_columns, unroll_length, platform.node()]
+    case = [repr(policy.network), num_columns, unroll_length, platform.node()]
     if cache is not None and (known := _read(cache, case)) is not None:
         logger.info("Acting by %s, as was measured before (%s).", known, cache.name)
         return onnx_acting(policy.network, env_spec, num_columns) if known == "onnx" else Acting()

@@ -5,7 +5,8 @@
 A run of the Trainer is timed between two of its updates, after a warm-up; nothing is evaluated or
 written meanwhile. The *bare loop* is the arithmetic of an update alone (`learner.py`), with the
 same torch threads, which makes as many updates as the learner could if nothing else were to be
-done. Both take turns, and the ratio is the median of the pairwise ratios.
+done. The *cost model* is what the cores could do if there were nothing but bare updates and bare
+acting (`limit.py`). All take turns, and ratios are medians of pairwise ratios.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from typing import Any
 import learner
 import torch
 from common import OtherWork, Parts, argument_parser, facts, rate, report, run, say, table
+from env_steps import Ours
+from limit import Limit
 
 from actorlearner.callbacks import Callback
+from actorlearner.cores import usable_cores
 from actorlearner.trainer import Trainer
 
 
@@ -77,6 +81,22 @@ def bare_updates_per_s(settings: Sequence[str], seconds: float, threads: int) ->
     return rate(bare, seconds, wait)
 
 
+def model_updates_per_s(
+    update_s: float, threads: int, acting_s: float, processes: int, cores: int
+) -> float:
+    """Updates per second of the cost model: acting and updates share ``cores``, and overlap.
+
+    Args:
+        update_s: seconds of a bare update, which ``threads`` work on.
+        threads: of torch.
+        acting_s: seconds of acting for one update, by all ``processes`` together.
+        processes: that act.
+        cores: that there are.
+    """
+    core_s = threads * update_s + min(processes, cores) * acting_s
+    return 1 / max(update_s, acting_s, core_s / cores)
+
+
 def main() -> None:
     """Measure what the command line says, and tell."""
     parser = argument_parser(__doc__)
@@ -88,16 +108,26 @@ def main() -> None:
     defaults = ["replay.capacity=20_000", "replay.warmup_env_steps=2_000"]
     settings = [*defaults, *args.settings]
     options = Parts.of(settings).trainer.settings
+    recipe = Ours(settings, snapshots_per_s=0).recipe
     pairs = []
     for _ in range(args.pairs):
         others = OtherWork()
         meter = train(settings, args.seconds, args.warmup)
         bare = bare_updates_per_s(settings, args.seconds / 4, meter.threads)
+        with Limit(recipe) as limit:
+            acting = limit.measure(args.seconds / 4, args.warmup / 5).per_s
+        acting_s = meter.env_steps_per_s / meter.updates_per_s / acting
+        model = model_updates_per_s(
+            1 / bare, meter.threads, acting_s, recipe.processes, len(usable_cores())
+        )
         pair = {
             "env_steps_per_s": meter.env_steps_per_s,
             "updates_per_s": meter.updates_per_s,
             "bare_updates_per_s": bare,
             "ratio": meter.updates_per_s / bare,
+            "acting_limit_per_s": acting,
+            "model_updates_per_s": model,
+            "of_model": meter.updates_per_s / model,
             "threads": meter.threads,
             "other_cores": others.cores(),
         }
@@ -110,6 +140,9 @@ def main() -> None:
         "updates/s",
         "bare updates/s",
         "ratio",
+        "bare acting/s",
+        "cost model/s",
+        "of model",
         "threads",
         "cores of others",
     ]
@@ -119,6 +152,7 @@ def main() -> None:
         "benchmark": "training",
         **median,
         "ratios": [pair["ratio"] for pair in pairs],
+        "of_models": [pair["of_model"] for pair in pairs],
         "pairs": pairs,
         "workers": options.workers,
         "envs_per_worker": options.envs_per_worker,

@@ -276,6 +276,26 @@ def test_training_tells_its_rate_beside_bare_updates(call: Call) -> None:
         assert 0 < pair["ratio"] < 1.2
         quotient = pair["updates_per_s"] / pair["bare_updates_per_s"]
         assert pair["ratio"] == pytest.approx(quotient, abs=1e-3)
+        assert 0 < pair["of_model"] < 1.5
+
+
+def test_the_cost_model_shares_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load("training", monkeypatch).model_updates_per_s
+    assert model(2.0, 2, 1.0, 2, 2) == pytest.approx(1 / 3), "both take both cores, in turns"
+    assert model(2.0, 1, 0.5, 2, 2) == pytest.approx(1 / 2), "acting fits beside one thread"
+    assert model(2.0, 1, 1.5, 1, 2) == pytest.approx(1 / 2), "each has a core"
+    assert model(1.0, 1, 3.0, 8, 16) == pytest.approx(1 / 3), "acting takes longest"
+    assert model(2.0, 1, 3.0, 8, 2) == pytest.approx(1 / 4)
+
+
+def test_time_to_return_tells_ours_alone(call: Call) -> None:
+    """Any return is enough: it stops at the first evaluation."""
+    settings = "workers=0 agent.hidden=[8] replay.capacity=2000 replay.warmup_env_steps=2000"
+    short = "--seeds 1,2 --target 0 --episodes 1 --every 200 total_steps=2_000"
+    result = call("time_to_return", f"{settings} {short}").result
+    assert [200 <= run["ours_env_steps"] < 600 for run in result["runs"]] == [True, True]
+    assert all(0 < run["ours_s"] < 60 for run in result["runs"])
+    assert "ratio" not in result
 
 
 def test_scaling_tells_every_point_and_draws_them(call: Call, tmp_path: Path) -> None:

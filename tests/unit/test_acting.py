@@ -43,10 +43,12 @@ ONNX = ActingSettings(backend="onnx")
 AUTO = ActingSettings(backend="auto")
 
 
-def policy_of(seed: int = 0, **settings: Any) -> tuple[EpsilonGreedyPolicy, Snapshot]:
+def policy_of(
+    seed: int = 0, hidden: tuple[int, ...] = (16,), **settings: Any
+) -> tuple[EpsilonGreedyPolicy, Snapshot]:
     """A policy for `MIXED`, and a snapshot of other weights."""
     torch.manual_seed(seed)
-    agent = DQN(hidden=(16,), **settings)
+    agent = DQN(hidden=hidden, **settings)
     agent.build(MIXED)
     return agent.policy_factory()(MIXED, (0, 1), 2, False), agent.snapshot(1)
 
@@ -152,8 +154,11 @@ def others(monkeypatch: pytest.MonkeyPatch) -> Others:
     return Others(monkeypatch)
 
 
-def chosen(cache: Path | None, num_columns: int = 2, unroll_length: int = 4) -> str:
-    told = choose(AUTO, policy_of()[0], MIXED, num_columns, unroll_length, cache)
+def chosen(
+    cache: Path | None, num_columns: int = 2, unroll_length: int = 4, **settings: Any
+) -> str:
+    policy, _ = policy_of(**settings)
+    told = choose(AUTO, policy, MIXED, num_columns, unroll_length, cache)
     return "onnx" if told.graph else "eager"
 
 
@@ -184,6 +189,8 @@ def test_the_choice_is_kept(
     assert others.made == 3
     assert chosen(cache, num_columns=3) == "eager"
     assert others.made == 3, "no graph is needed"
+    assert chosen(cache, num_columns=3, hidden=(8,)) == "eager", "so is another width"
+    assert others.made == 4
     cache.write_text("{")
     assert chosen(cache) == "eager"
 
