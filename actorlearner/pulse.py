@@ -11,6 +11,7 @@ class Pulse:
     Attributes:
         counts: int64 ``[2]``: the rows of unrolls that were stepped, and whatever else was done by
             an environment.
+        phase: what the worker is doing, in words, for error messages; known to its process only.
     """
 
     SPEC = ArraySpec((2,), "int64")
@@ -18,6 +19,7 @@ class Pulse:
     def __init__(self, counts: Array | None = None) -> None:
         """Count in ``counts``, which may be shared memory; None: in memory of its own."""
         self.counts = self.SPEC.zeros() if counts is None else counts
+        self.phase = "start-up"
         self._view = self.counts.data  # several times faster than the array
 
     def row(self) -> None:

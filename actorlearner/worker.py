@@ -11,15 +11,12 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from actorlearner.acting import equip
-from actorlearner.adapter import info_metrics
 from actorlearner.columns import ColumnSteps, Envs, SeparateEnvs, adapt, close, make_envs
 from actorlearner.contracts import (
     Array,
-    BadInput,
     EnvFactory,
     EnvSpec,
     EnvStates,
@@ -30,22 +27,18 @@ from actorlearner.contracts import (
     InfoMetrics,
     NonFiniteError,
     Observation,
-    Policy,
     RecurrentPolicy,
     Snapshot,
     StreamState,
     Unroll,
     WorkerSpec,
 )
+from actorlearner.evaluator import Evaluator
 from actorlearner.frames import FrameStack
+from actorlearner.policies import act, check_categories, make_policy
 from actorlearner.pulse import Pulse
 from actorlearner.statetree import Packed, alike
 from actorlearner.streams import stream_seed
-from actorlearner.video import RENDER_MODE, Film
-
-EVALUATION_ENVS = 8
-"""Environments that an evaluation steps together."""
-
 
 _PHASES_OF_ENV = frozenset(
     {
@@ -68,7 +61,6 @@ class EnvWorker:
     from the run's seed, the stream, the episode or the unroll's number.
 
     Attributes:
-        phase: what it is doing, in words, for error messages.
         notes: what the user should know of how its streams began.
         pulse: its signs of life.
     """
@@ -76,12 +68,10 @@ class EnvWorker:
     def __init__(self, spec: WorkerSpec) -> None:
         """Build nothing yet: see `open`."""
         self.spec = spec
-        self.phase = "start-up"
         self.pulse = Pulse()
         self.notes: list[str] = []
         self._envs: Envs = SeparateEnvs([])
-        self._evaluation_envs = SeparateEnvs([])
-        self._filmable = 0  # of these, the first ones
+        self._evaluator = Evaluator(spec)
         self._sequence = spec.first_sequence
         self._tells_state = True
         self._snapshot: Snapshot | None = None
@@ -90,10 +80,10 @@ class EnvWorker:
         """Build the environments and the policy."""
         spec = self.spec
         count = len(spec.streams)
-        self.phase = "constructing the environment"
+        self.pulse.phase = "constructing the environment"
         self._envs = make_envs(spec.env_factory, spec.env_spec, count, spec.seed_every_episode)
-        self.phase = "constructing the policy"
-        self._policy = self._make_policy(greedy=False)
+        self.pulse.phase = "constructing the policy"
+        self._policy = make_policy(spec, greedy=False)
         self._adopt = equip(self._policy, spec.acting)
         # Looked at once: of a protocol it takes as long as a row of an unroll.
         self._recurrent = self._policy if isinstance(self._policy, RecurrentPolicy) else None
@@ -107,13 +97,6 @@ class EnvWorker:
         self._episode_score = Score(spec.streams, spec.env_factory.info_metrics)
         self._life_score = Score(spec.streams, spec.env_factory.info_metrics)
         self._has_begun = False
-
-    def _make_policy(self, greedy: bool) -> Policy:
-        spec = self.spec
-        # A new network draws its initial weights from torch's global generator; that of whoever
-        # runs this worker must not notice.
-        with torch.random.fork_rng(devices=[]):
-            return spec.policy_factory(spec.env_spec, spec.streams, spec.num_streams, greedy)
 
     # ------------------------------------------------------------------------- beginning
 
@@ -141,7 +124,7 @@ class EnvWorker:
 
     def _remember(self, states: Sequence[StreamState]) -> None:
         """Bring a recurrent policy to where it stood; new streams have nothing to remember."""
-        self.phase = "the policy"
+        self.pulse.phase = "the policy"
         if self._recurrent is not None and all(s.policy_state for s in states):
             self._recurrent.set_state(
                 {
@@ -151,7 +134,7 @@ class EnvWorker:
             )
 
     def _start_episodes(self, episodes: Sequence[int]) -> None:
-        self.phase = "reset"
+        self.pulse.phase = "reset"
         spec = self.spec
         seeds = [stream_seed(spec.seed, s, e) for s, e in zip(spec.streams, episodes, strict=True)]
         self._envs.begin(np.array(seeds), self._observation, self.pulse.beat)
@@ -165,7 +148,7 @@ class EnvWorker:
         """Put the environments where they stood, if ``states`` tell; else they are as before."""
         if not all(state.env_state for state in states):
             return False
-        self.phase = "giving the environment its state"
+        self.pulse.phase = "giving the environment its state"
         try:
             for column, state in enumerate(states):
                 self._restore_column(column, state)
@@ -196,7 +179,7 @@ class EnvWorker:
         """See `contracts.Launcher.env_states`: of the streams of this worker."""
         if not (self._has_begun and self._tells_state):
             return {}
-        before, self.phase = self.phase, "taking the environment's state"
+        before, self.pulse.phase = self.pulse.phase, "taking the environment's state"
         states: EnvStates = {}
         try:
             for column, stream in enumerate(self.spec.streams):
@@ -215,7 +198,7 @@ class EnvWorker:
                 "actions"
             )
             return {}
-        self.phase = before
+        self.pulse.phase = before
         return states
 
     def _env_state(self, column: int) -> dict[str, Any] | None:
@@ -237,7 +220,7 @@ class EnvWorker:
 
     def _repeat(self, states: Sequence[StreamState]) -> list[int]:
         """Repeat the actions of ``states``; the columns that did not come to where they stood."""
-        self.phase = "repeating an episode"
+        self.pulse.phase = "repeating an episode"
         recorded: list[Any] = [() if s.actions is None else s.actions for s in states]
         differ: set[int] = set()
         for step in range(max(map(len, recorded))):
@@ -272,7 +255,7 @@ class EnvWorker:
         spec = self.spec
         if not self._has_begun:
             self._begin()  # not in `open`: a long episode is no slow constructor
-        self.phase = "the policy"
+        self.pulse.phase = "the policy"
         if snapshot is not self._snapshot:
             self._policy.load(snapshot)
             self._adopt()
@@ -288,11 +271,11 @@ class EnvWorker:
         for key, array in self._observation.items():
             into.observation[key][0] = array
         for row in range(spec.unroll_length):
-            self.phase = "the policy"
+            self.pulse.phase = "the policy"
             observation = {key: array[row] for key, array in into.observation.items()}
             if recurrent is not None and self._first_B.any():
                 recurrent.reset(self._first_B)
-            action_B, extras = self._act(self._policy, observation, self._stack, generator)
+            action_B, extras = act(self._policy, spec, observation, self._stack, generator)
             for name, extra in extras.items():
                 into.extras[name][row] = extra
             policy_s -= now - (now := time.perf_counter())
@@ -307,37 +290,19 @@ class EnvWorker:
         into.truncated &= ~into.terminated
         into.action[~into.valid] = 0
         self._check_numbers(into)
-        self.phase = "the policy"
+        self.pulse.phase = "the policy"
         if recurrent is not None:
             for name, array in recurrent.state().items():
                 into.policy_state[name][:] = array
-        self.phase = "handing over an unroll"
+        self.pulse.phase = "handing over an unroll"
         into.seconds = {"env": env_s, "policy": policy_s}
         self._sequence += 1
-
-    def _act(
-        self,
-        policy: Policy,
-        observation: Observation,
-        stack: FrameStack,
-        generator: np.random.Generator,
-    ) -> tuple[Array, dict[str, Array]]:
-        """What ``policy`` does; where it can't, because the observation is at fault, that is told.
-
-        Raises:
-            BadInput: a categorical observation is none of its categories.
-        """
-        try:
-            return policy.act(stack.over(observation), generator)
-        except Exception:
-            self._check_categories(observation)
-            raise
 
     def _fill(self, row: int, action_B: Array, into: Unroll) -> None:
         """One row: a step, or a reset, of every stream."""
         rests_B = self._rests_B
         following = {key: array[row + 1] for key, array in into.observation.items()}
-        self.phase = "step"
+        self.pulse.phase = "step"
         steps = self._envs.step(action_B, rests_B, following)
         into.action[row] = action_B
         into.reward[row] = steps.reward
@@ -353,7 +318,7 @@ class EnvWorker:
         self._stack.push(following, first=rests_B)
 
     def _restart(self, columns: NDArray[np.int64], into: Observation) -> None:
-        self.phase = "reset"
+        self.pulse.phase = "reset"
         spec, seeds = self.spec, None
         self._episodes_B[columns] += 1
         if spec.seed_every_episode:
@@ -378,8 +343,8 @@ class EnvWorker:
         return self._envs.info_metrics(columns, self.spec.env_factory.info_metrics)
 
     def _check_numbers(self, unroll: Unroll) -> None:
-        self.phase = "step"
-        self._check_categories(unroll.observation)
+        self.pulse.phase = "step"
+        check_categories(self.spec, unroll.observation)
         fields = {f"observation {key!r}": array for key, array in unroll.observation.items()}
         for name, array in {**fields, "reward": unroll.reward}.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
@@ -391,124 +356,23 @@ class EnvWorker:
                     "finite numbers"
                 )
 
-    def _check_categories(self, observation: Observation) -> None:
-        """Of one row (``[B, ...]``) or of several (``[T, B, ...]``)."""
-        for key, spec in self.spec.env_spec.observation.items():
-            if not spec.categories:
-                continue
-            array = observation[key]
-            limits = np.array(spec.categories).reshape(spec.shape)
-            if array.min(initial=0) < 0 or (array >= limits).any():
-                index = tuple(np.argwhere((array < 0) | (array >= limits))[0])
-                raise BadInput(
-                    f"{self.spec.env_factory.name}: observation {key!r} is out of its space: "
-                    f"counted from 0 it is {array[index]}, where the space has "
-                    f"{np.broadcast_to(limits, array.shape)[index]} values"
-                )
-
     # ------------------------------------------------------------------------ evaluating
 
     def evaluate(self, snapshot: Snapshot, request: EvaluationRequest) -> EvaluationResult:
-        """Greedy episodes with raw rewards; training environments are not touched.
-
-        Episode ``i`` starts from a seed of its own. So the result depends neither on how many
-        environments step together nor on earlier evaluations, if the policy leaves nothing to
-        chance. A life loss ends nothing.
-
-        Args:
-            snapshot: acts throughout.
-            request: what to run.
-
-        Raises:
-            NonFiniteError: a return is NaN or infinite.
-        """
-        spec = self.spec
-        count = min(EVALUATION_ENVS, request.episodes)
-        self.phase = "constructing the environment"
-        filmed = min(request.films, count)  # so episode i is in column i
-        if filmed > self._filmable:
-            self._evaluation_envs.close()
-            self._filmable = filmed
-        envs = self._evaluation_envs.adapters
-        while len(envs) < count:
-            envs.append(adapt(spec.env_factory, RENDER_MODE if len(envs) < filmed else None))
-            self.pulse.beat()
-        films = [Film(env.fps, request.film_frames) for env in envs[:filmed]]
-        self.phase = "constructing the policy"
-        policy = self._make_policy(greedy=True)
-        policy.load(snapshot)
-        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([request.seed])))
-        observation = {k: a.zeros(count) for k, a in spec.env_spec.observation.items()}
-        stack = FrameStack(spec.env_spec.observation, count)
-        waiting = list(range(request.episodes))
-        episode = [-1] * count
-        first_B = np.zeros(count, np.bool_)
-        returns, lengths = np.zeros(request.episodes), np.zeros(request.episodes, np.int64)
-        infos: list[InfoMetrics] = [()] * request.episodes
-        cut = 0
-
-        def begin(column: int) -> None:
-            episode[column] = waiting.pop(0) if waiting else -1
-            if episode[column] >= 0:
-                self.phase = "reset of an evaluation episode"
-                seed = stream_seed(request.seed, 0, episode[column], evaluation=True)
-                self._evaluation_envs.restart([column], [seed], observation, self.pulse.beat)
-                first_B[column] = True
-                film(episode[column])
-
-        def film(number: int) -> None:
-            if number < filmed and not films[number].is_full:
-                before, self.phase = self.phase, "rendering an evaluation episode"
-                films[number].add(envs[number].render())
-                self.phase = before
-
-        for column in range(count):
-            begin(column)
-        while any(e >= 0 for e in episode):
-            stack.push(observation, first_B)
-            self.phase = "the policy, evaluating"
-            if isinstance(policy, RecurrentPolicy) and first_B.any():
-                policy.reset(first_B)
-            first_B[:] = False
-            action, _ = self._act(policy, observation, stack, generator)
-            self.phase = "step of an evaluation episode"
-            for column, number in enumerate(episode):
-                if number < 0:
-                    continue
-                step = envs[column].step(action[column])
-                self.pulse.beat()
-                following, reward, terminated, truncated, _, info = step
-                for key, value in following.items():
-                    observation[key][column] = value
-                film(number)
-                returns[number] += reward
-                lengths[number] += 1
-                limited = request.step_limit is not None and lengths[number] >= request.step_limit
-                if terminated or truncated or limited:
-                    cut += not (terminated or truncated)
-                    infos[number] = info_metrics(info, spec.env_factory.info_metrics)
-                    begin(column)
-        if not np.isfinite(returns).all():
-            raise NonFiniteError(f"the evaluation's returns are {returns}; rewards must be finite")
-        return EvaluationResult(
-            tuple(map(float, returns)),
-            tuple(map(int, lengths)),
-            cut,
-            snapshot.version,
-            request.env_steps,
-            tuple(infos),
-            tuple(film.gif() for film in films),
-        )
+        """See `Evaluator.evaluate`."""
+        return self._evaluator.evaluate(snapshot, request, self.pulse)
 
     def failure(self, error: BaseException) -> Failure:
         """What to tell of ``error``, which came out of one of the methods above."""
-        of_env = self.phase in _PHASES_OF_ENV
-        return Failure.of(self.spec.index, self.spec.env_factory.name, self.phase, error, of_env)
+        of_env = self.pulse.phase in _PHASES_OF_ENV
+        return Failure.of(
+            self.spec.index, self.spec.env_factory.name, self.pulse.phase, error, of_env
+        )
 
     def close(self) -> None:
         """Close every environment that was built, whatever one of them says to it. Idempotent."""
         self._envs.close()
-        self._evaluation_envs.close()
+        self._evaluator.close()
 
 
 class Score:

@@ -61,6 +61,8 @@ FLOORS = {
     "suites": 2,
     "dmc": 2,
     "crafter": 2,
+    "policies": 2,
+    "evaluator": 2,
     "worker": 2,
     "rows": 2,
     "ring": 2,
@@ -111,9 +113,14 @@ SAME_FLOOR = {
     ("suites", "adapter"),  # likewise
     ("suites", "columns"),  # likewise
     ("worker", "acting"),  # what runs the policy's network
-    ("worker", "adapter"),  # numbers of info
     ("worker", "columns"),  # steps them
+    ("worker", "evaluator"),  # cut out of it
+    ("worker", "policies"),  # likewise
     ("worker", "streams"),  # seeds of episodes
+    ("evaluator", "adapter"),  # numbers of info
+    ("evaluator", "columns"),  # steps them
+    ("evaluator", "policies"),  # likewise
+    ("evaluator", "streams"),  # seeds of episodes
     ("progress", "streams"),  # where each stands
     ("runlog", "evaluate"),  # results as metrics
     ("launch.inline", "launch"),

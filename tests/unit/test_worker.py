@@ -582,7 +582,7 @@ def test_evaluation_is_of_its_seeds_alone(monkeypatch):
     (spec,) = worker_specs(GymEnvFactory.of(Places))
     results = []
     for envs in (8, 1, 3, 20):
-        monkeypatch.setattr("actorlearner.worker.EVALUATION_ENVS", envs)
+        monkeypatch.setattr("actorlearner.evaluator.EVALUATION_ENVS", envs)
         worker = EnvWorker(spec)
         results += [worker.evaluate(snapshot(2), REQUEST) for _ in range(2)]
         worker.close()
@@ -599,7 +599,7 @@ def test_evaluation_of_a_real_environment(monkeypatch):
     spec = told_spec("CartPole-v1", policy)
     results = []
     for envs in (8, 3):
-        monkeypatch.setattr("actorlearner.worker.EVALUATION_ENVS", envs)
+        monkeypatch.setattr("actorlearner.evaluator.EVALUATION_ENVS", envs)
         worker = EnvWorker(spec)
         results.append(worker.evaluate(snapshot(0), REQUEST))
         worker.close()
