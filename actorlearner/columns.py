@@ -340,7 +340,9 @@ def adapt(factory: EnvFactory, render_mode: str | None = None) -> EnvAdapter:
         raise
 
 
-def make_envs(factory: EnvFactory, spec: EnvSpec, num_envs: int, seeded: bool) -> Envs:
+def make_envs(
+    factory: EnvFactory, spec: EnvSpec, num_envs: int, seeded: bool, seed: int = 0
+) -> Envs:
     """``num_envs`` environments, native ones where there are such.
 
     Args:
@@ -348,8 +350,9 @@ def make_envs(factory: EnvFactory, spec: EnvSpec, num_envs: int, seeded: bool) -
         spec: of one.
         num_envs: how many.
         seeded: whether `Envs.restart` must keep its seeds.
+        seed: of native ones, see `EnvFactory.vector`.
     """
-    vector = None if seeded else factory.vector(num_envs)
+    vector = None if seeded else factory.vector(num_envs, seed)
     if vector is None:
         adapters: list[EnvAdapter] = []
         try:

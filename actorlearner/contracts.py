@@ -781,10 +781,13 @@ class EnvFactory(Protocol):
         """A new environment; Gymnasium's ``render_mode`` "rgb_array" makes one that is filmed."""
         ...
 
-    def vector(self, num_envs: int) -> gymnasium.vector.VectorEnv[Any, Any, Any] | None:
+    def vector(
+        self, num_envs: int, seed: int = 0
+    ) -> gymnasium.vector.VectorEnv[Any, Any, Any] | None:
         """The same environment ``num_envs`` times, stepped natively; None if there is no such.
 
-        Its autoreset mode is NEXT_STEP. It can't be told the seed of every episode.
+        Its autoreset mode is NEXT_STEP. It can't be told the seed of every episode; ``seed`` is for
+        one that is told its seed when it is made, and heeds none when it is reset.
         """
         ...
 

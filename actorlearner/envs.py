@@ -181,7 +181,7 @@ class GymEnvFactory:
     kwargs: dict[str, Any] = field(default_factory=dict)
     imports: tuple[str, ...] = ()
     wrappings: tuple[Wrapping, ...] = ()
-    make_vector: Callable[[int], GymVectorEnv] | None = None
+    make_vector: Callable[..., GymVectorEnv] | None = None
     frame_stack: int = 1
     terminal_on_life_loss: bool = False
     info_metrics: tuple[str, ...] = INFO_METRICS
@@ -317,7 +317,7 @@ class GymEnvFactory:
             hint = ", but of the old gym package; gymnasium is needed"
         raise BadInput(f"env factory {self.name} returned {env!r}, not a gymnasium.Env{hint}")
 
-    def vector(self, num_envs: int) -> GymVectorEnv | None:
+    def vector(self, num_envs: int, seed: int = 0) -> GymVectorEnv | None:
         """See `contracts.EnvFactory`.
 
         Raises:
@@ -327,7 +327,8 @@ class GymEnvFactory:
             return None
         for module in self.imports:
             importlib.import_module(module)
-        env = self.make_vector(num_envs)
+        make = self.make_vector
+        env = make(num_envs, seed=seed) if _takes(make, "seed") else make(num_envs)
         if not isinstance(env, gymnasium.vector.VectorEnv) or env.num_envs != num_envs:
             raise BadInput(
                 f"the vector environment of {self.name}: {env!r} came, "
@@ -336,14 +337,26 @@ class GymEnvFactory:
         return env
 
 
-def _native(spec: GymnasiumSpec, kwargs: Mapping[str, Any], num_envs: int) -> GymVectorEnv:
+def _takes(function: Callable[..., Any], parameter: str) -> bool:
+    """Whether ``function`` names ``parameter``; False where nothing can be known."""
+    try:
+        return parameter in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _native(
+    spec: GymnasiumSpec, kwargs: Mapping[str, Any], num_envs: int, seed: int
+) -> GymVectorEnv:
     """The vector environment of ``spec``, in the mode that is needed if it can be asked for."""
     point = spec.vector_entry_point
     assert point is not None
     make = gymnasium.envs.registration.load_env_creator(point) if isinstance(point, str) else point
     wanted: dict[str, Any] = dict(kwargs)
-    if "autoreset_mode" in inspect.signature(make).parameters:
+    if _takes(make, "autoreset_mode"):
         wanted["autoreset_mode"] = AutoresetMode.NEXT_STEP
+    if _takes(make, "seed"):
+        wanted["seed"] = seed
     return gymnasium.make_vec(
         spec, num_envs=num_envs, vectorization_mode="vector_entry_point", **wanted
     )

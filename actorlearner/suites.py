@@ -115,11 +115,12 @@ class AtariEnvFactory(GymEnvFactory):
             grayscale_obs=s.grayscale,
         )
 
-    def vector(self, num_envs: int, stack: int = 1) -> GymVectorEnv | None:
+    def vector(self, num_envs: int, seed: int = 0, stack: int = 1) -> GymVectorEnv | None:
         """See `contracts.EnvFactory`.
 
         Args:
             num_envs: games.
+            seed: not heeded: ale-py's takes seeds when it is reset.
             stack: frames that the vector environment itself stacks; a worker's are stacked by
                 `frames`, so that records hold each frame once.
         """

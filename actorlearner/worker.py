@@ -81,7 +81,11 @@ class EnvWorker:
         spec = self.spec
         count = len(spec.streams)
         self.pulse.phase = "constructing the environment"
-        self._envs = make_envs(spec.env_factory, spec.env_spec, count, spec.seed_every_episode)
+        episode = spec.stream_states[0].episode if spec.stream_states else 0
+        seed = stream_seed(spec.seed, spec.streams[0], episode)
+        self._envs = make_envs(
+            spec.env_factory, spec.env_spec, count, spec.seed_every_episode, seed
+        )
         self.pulse.phase = "constructing the policy"
         self._policy = make_policy(spec, greedy=False)
         self._adopt = equip(self._policy, spec.acting)

@@ -164,7 +164,7 @@ def vector_env(recipe: Recipe) -> Any:
     """A vector environment in one process, with what the recipe's factory makes or its equal."""
     factory, stack = recipe.factory, recipe.factory.frame_stack
     if isinstance(factory, AtariEnvFactory):
-        vector = factory.vector(recipe.num_envs, stack)  # its own stacks, as users have them
+        vector = factory.vector(recipe.num_envs, stack=stack)  # its own stacks, as users have them
         if vector is not None:
             return vector
     elif stack == 1:  # nothing in Gymnasium stacks what a native one observes

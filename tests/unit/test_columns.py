@@ -48,7 +48,7 @@ class VectorFactory(GymEnvFactory):
 
     autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP
 
-    def vector(self, num_envs: int) -> Any:
+    def vector(self, num_envs: int, seed: int = 0) -> Any:
         return SyncVectorEnv([self] * num_envs, autoreset_mode=self.autoreset_mode)
 
 

@@ -101,7 +101,7 @@ def test_a_recipe_of_ones_own_is_taken_as_it_is():
         def __call__(self, render_mode: str | None = None) -> Any:
             return Places()
 
-        def vector(self, num_envs: int) -> None:
+        def vector(self, num_envs: int, seed: int = 0) -> None:
             return None
 
     for recipe in (Recipe(), GymEnvFactory.of(Places)):
@@ -306,6 +306,32 @@ def test_kwargs_reach_a_native_vector_environment():
     assert env is not None
     assert env.unwrapped._sutton_barto_reward is True  # type: ignore[attr-defined]
     env.close()
+
+
+class SeededWhenMade(SyncVectorEnv):
+    """As EnvPool: a seed is taken when it is made, and none when it is reset."""
+
+    def __init__(self, num_envs: int, seed: int = 42) -> None:
+        super().__init__([Places] * num_envs, autoreset_mode=AutoresetMode.NEXT_STEP)
+        self.made_with = seed
+
+
+def test_a_vector_environment_that_takes_a_seed_is_made_with_it():
+    """Or all workers would see the same episodes."""
+    name = "actorlearner-tests/Seeded-v0"
+    gymnasium.register(name, Places, vector_entry_point=SeededWhenMade)
+    try:
+        factories = [
+            EnvSettings.make({"id": name, "vector": True}).factory(),
+            GymEnvFactory.of(Places, vector=SeededWhenMade),
+        ]
+    finally:
+        del gymnasium.registry[name]
+    for factory in factories:
+        env = factory.vector(3, seed=5)
+        assert isinstance(env, SeededWhenMade)
+        assert env.made_with == 5
+        env.close()
 
 
 def test_an_id_without_a_vector_environment():

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -825,3 +826,22 @@ def test_what_runs_the_network_is_told_of_each_snapshot(monkeypatch):
         worker.collect(each, unroll)
     assert told == [1, 2]
     worker.close()
+
+
+def test_workers_make_vector_environments_with_seeds_of_their_own():
+    """And one that goes on makes its own with another seed than at first."""
+    seeds: list[int] = []
+
+    def many(num_envs: int, seed: int) -> SyncVectorEnv:
+        seeds.append(seed)
+        return SyncVectorEnv([Places] * num_envs, autoreset_mode=AutoresetMode.NEXT_STEP)
+
+    factory = GymEnvFactory.of(Places, vector=many)
+    first, second = worker_specs(factory, factory)
+    later = replace(second, stream_states=(StreamState(7), StreamState(9)))
+    for spec in (first, second, later, first):
+        worker = EnvWorker(spec)
+        worker.open()
+        worker.close()
+    assert len(set(seeds)) == 3
+    assert seeds[3] == seeds[0]
