@@ -170,7 +170,7 @@ class GymEnvFactory:
         kwargs: arguments for it.
         imports: modules to import first.
         wrappings: to be put around it, the innermost first.
-        make_vector: makes many of it as one vector environment; None if there is no such.
+        make_vector: ``vector`` of `of`; None if there is no such.
         frame_stack: see `contracts.EnvFactory`.
         terminal_on_life_loss: likewise.
         info_metrics: likewise.
@@ -194,7 +194,7 @@ class GymEnvFactory:
         kwargs: Mapping[str, Any] | None = None,
         imports: tuple[str, ...] = (),
         *,
-        vector: Callable[[int], GymVectorEnv] | None = None,
+        vector: Callable[..., GymVectorEnv] | None = None,
         info_metrics: Sequence[str] = INFO_METRICS,
     ) -> GymEnvFactory: ...
 
@@ -206,7 +206,7 @@ class GymEnvFactory:
         kwargs: Mapping[str, Any] | None = None,
         imports: tuple[str, ...] = (),
         *,
-        vector: Callable[[int], GymVectorEnv] | None = None,
+        vector: Callable[..., GymVectorEnv] | None = None,
         info_metrics: Sequence[str] = INFO_METRICS,
     ) -> EnvFactory: ...
 
@@ -217,7 +217,7 @@ class GymEnvFactory:
         kwargs: Mapping[str, Any] | None = None,
         imports: tuple[str, ...] = (),
         *,
-        vector: Callable[[int], GymVectorEnv] | None = None,
+        vector: Callable[..., GymVectorEnv] | None = None,
         info_metrics: Sequence[str] = INFO_METRICS,
     ) -> EnvFactory:
         """The recipe of an id, spec, class or callable, a `GymEnvFactory`.
@@ -229,7 +229,8 @@ class GymEnvFactory:
             kwargs: arguments for it.
             imports: modules to import first.
             vector: makes a number of environments as one vector environment, in autoreset mode
-                NEXT_STEP; used where the seed of every episode need not be kept.
+                NEXT_STEP; used where the seed of every episode need not be kept. If it has a
+                parameter ``seed`` it is told one, another in each worker.
             info_metrics: see `contracts.EnvFactory`.
 
         Raises:
@@ -338,15 +339,19 @@ class GymEnvFactory:
 
 
 def _takes(function: Callable[..., Any], parameter: str) -> bool:
-    """Whether ``function`` names ``parameter``; False where nothing can be known."""
-    try:
-        return parameter in inspect.signature(function).parameters
-    except (TypeError, ValueError):
+    """Whether ``function`` takes ``parameter`` by its name, and nobody has bound it yet."""
+    if isinstance(function, functools.partial) and parameter in function.keywords:
         return False
+    try:
+        parameters = inspect.signature(function, follow_wrapped=False).parameters
+    except (TypeError, ValueError):  # nothing can be known
+        return False
+    by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    return parameter in parameters and parameters[parameter].kind in by_name
 
 
 def _native(
-    spec: GymnasiumSpec, kwargs: Mapping[str, Any], num_envs: int, seed: int
+    spec: GymnasiumSpec, kwargs: Mapping[str, Any], num_envs: int, seed: int = 0
 ) -> GymVectorEnv:
     """The vector environment of ``spec``, in the mode that is needed if it can be asked for."""
     point = spec.vector_entry_point
@@ -355,7 +360,7 @@ def _native(
     wanted: dict[str, Any] = dict(kwargs)
     if _takes(make, "autoreset_mode"):
         wanted["autoreset_mode"] = AutoresetMode.NEXT_STEP
-    if _takes(make, "seed"):
+    if _takes(make, "seed") and "seed" not in {**spec.kwargs, **kwargs}:
         wanted["seed"] = seed
     return gymnasium.make_vec(
         spec, num_envs=num_envs, vectorization_mode="vector_entry_point", **wanted

@@ -59,11 +59,11 @@ class Evaluator:
         count = min(EVALUATION_ENVS, request.episodes)
         filmed = min(request.films, count)  # so episode i is in column i
         self._build(count, filmed, pulse)
+        envs = SeparateEnvs(self._envs.adapters[:count])
+        evaluation = _Evaluation(self._spec, request, envs, filmed, pulse)
         pulse.phase = "constructing the policy"
         policy = make_policy(self._spec, greedy=True)
         policy.load(snapshot)
-        envs = SeparateEnvs(self._envs.adapters[:count])
-        evaluation = _Evaluation(self._spec, request, envs, filmed, pulse)
         evaluation.play(policy)
         return evaluation.result(snapshot)
 

@@ -1,6 +1,6 @@
 """The ring of blocks in which a replay buffer keeps rows, each stored once.
 
-Legend of the suffixes: N rows of a walk, B walks.
+Legend of the suffixes: N rows of a walk, T rows of a block, B walks, or columns and their blocks.
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ class BlockRing:
         """Write ``columns`` of ``unroll`` into ``rows``, one column after the other."""
 
         def put(into: Array, array_TB: Array) -> None:
-            blocks = into[rows].reshape(-1, unroll.num_rows, *into.shape[1:])
-            blocks[...] = array_TB[:, columns].swapaxes(0, 1)
+            blocks = array_TB[:, columns].swapaxes(0, 1)
+            into[rows].reshape(blocks.shape)[...] = blocks
 
         for key, array in unroll.observation.items():
             self.observation[key].write(rows, array[:-1, columns].swapaxes(0, 1))

@@ -3,7 +3,7 @@
 Both kinds are indexed as an array is, by whole numbers, take whole blocks, and are saved without
 being copied first.
 
-Legend of the suffixes: B addresses.
+Legend of the suffixes: B addresses, or blocks of T rows.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class AtariEnvFactory(GymEnvFactory):
             grayscale_obs=s.grayscale,
         )
 
-    def vector(self, num_envs: int, seed: int = 0, stack: int = 1) -> GymVectorEnv | None:
+    def vector(self, num_envs: int, seed: int = 0, *, stack: int = 1) -> GymVectorEnv | None:
         """See `contracts.EnvFactory`.
 
         Args:

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 _WARMUP = 10  # updates, of which the first allocate memory
 _TURNS = 5  # of each number
-_TURN_UPDATES, _TURN_S = 4, 0.25  # what a turn takes at least
+_TURN_UPDATES, _TURN_S = 4, 0.25  # what a turn takes at least: it meets workers at work and not
 _SMALL_S = 0.002  # an update that takes less has nothing to share out
 _WORTH = 0.9  # more threads must need at most this share of the time
 
@@ -23,10 +23,8 @@ class UpdateThreads:
     """The torch threads of updates, and of nothing else; all else runs with one.
 
     With one number there is nothing to find out. With several they take turns, as other processes
-    come and go, and the number whose median turn made the most updates per second stays; of nearly
-    equals the smallest. A turn is timed as a whole, with what lies between its updates: threads
-    that take cores from workers can make updates fast and the run slow. Updates that are short
-    anyway keep the smallest.
+    come and go, and the number whose median update is fastest stays; of nearly equals the smallest.
+    Updates that are short anyway keep the smallest.
 
     Example::
 
@@ -44,7 +42,6 @@ class UpdateThreads:
         self._updates = 0
         self._turn = 0
         self._of_turn: list[float] = []
-        self._turn_began = 0.0
 
     @property
     def chosen(self) -> int | None:
@@ -60,23 +57,23 @@ class UpdateThreads:
         try:
             yield
         finally:
+            spent = time.perf_counter() - since
             torch.set_num_threads(1)
         if self._chosen is None:
-            self._note(number, since, time.perf_counter())
+            self._note(number, spent)
 
-    def _note(self, number: int, since: float, now: float) -> None:
+    def _note(self, number: int, seconds: float) -> None:
         self._updates += 1
         if self._updates <= _WARMUP:
-            self._turn_began = now
             return
-        self._of_turn.append(now - since)
-        if len(self._of_turn) < _TURN_UPDATES or now - self._turn_began < _TURN_S:
+        self._of_turn.append(seconds)
+        if len(self._of_turn) < _TURN_UPDATES or sum(self._of_turn) < _TURN_S:
             return
-        self._seconds[number].append((now - self._turn_began) / len(self._of_turn))
-        if self._turn == 0 and median(self._of_turn) < _SMALL_S:
+        self._seconds[number].append(median(self._of_turn))
+        if self._turn == 0 and self._seconds[number][0] < _SMALL_S:
             self._chosen = number
             return
-        self._turn, self._of_turn, self._turn_began = self._turn + 1, [], now
+        self._turn, self._of_turn = self._turn + 1, []
         if self._turn == _TURNS * len(self._numbers):
             self._choose()
 
@@ -87,5 +84,5 @@ class UpdateThreads:
             if medians[number] <= _WORTH * medians[best]:
                 best = number
         self._chosen = best
-        told = ", ".join(f"{1 / medians[n]:.1f} a second with {n}" for n in self._numbers)
+        told = ", ".join(f"{1e3 * medians[n]:.1f} ms with {n}" for n in self._numbers)
         logger.info("Updates run with %d torch thread%s: %s.", best, "s" * (best > 1), told)

@@ -51,7 +51,8 @@ class Meter(Callback):
         if self._first_update is None:
             self._first_update = now
         elif self._began is None:
-            if now - self._first_update >= self._warmup:
+            # Which number of threads is best must have been found out.
+            if trainer._threads.chosen and now - self._first_update >= self._warmup:
                 self._began = now, trainer.env_steps, trainer.updates
         elif (wall_s := now - self._began[0]) >= self._seconds:
             self.env_steps_per_s = (trainer.env_steps - self._began[1]) / wall_s
@@ -102,7 +103,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
     parser.add_argument("--warmup", type=float, default=5.0, help="seconds before each")
-    parser.add_argument("--pairs", type=int, default=5, help="of training and the bare loop")
+    parser.add_argument("--pairs", type=int, default=5, help="turns of training and the bare loops")
     args = parser.parse_intermixed_args()
     machine = facts()
     defaults = ["replay.capacity=20_000", "replay.warmup_env_steps=2_000"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from actorlearner.contracts import ActorLearnerError, BadInput, SettingError
+from actorlearner.contracts import ActorLearnerError, BadInput, EnvFactory, SettingError
 from actorlearner.envs import EnvSettings, GymEnvFactory
 from tests.environments import Places
 from tests.unit.test_adapter import Spaces
@@ -328,10 +329,41 @@ def test_a_vector_environment_that_takes_a_seed_is_made_with_it():
     finally:
         del gymnasium.registry[name]
     for factory in factories:
-        env = factory.vector(3, seed=5)
-        assert isinstance(env, SeededWhenMade)
-        assert env.made_with == 5
-        env.close()
+        assert seed_of(factory) == 5
+
+
+def seed_of(factory: EnvFactory) -> int:
+    """That of its vector environment, told 5."""
+    env = factory.vector(3, seed=5)
+    assert isinstance(env, SeededWhenMade)
+    env.close()
+    return env.made_with
+
+
+def test_a_seed_that_the_user_chose_stays():
+    name, other = "actorlearner-tests/Seeded-v0", "actorlearner-tests/SeededToo-v0"
+    gymnasium.register(name, Places, vector_entry_point=SeededWhenMade)
+    gymnasium.register(other, Places, vector_entry_point=SeededWhenMade, kwargs={"seed": 8})
+    try:
+        given = {"id": name, "vector": True, "kwargs": {"seed": 7}}
+        assert seed_of(EnvSettings.make(given).factory()) == 7
+        assert seed_of(EnvSettings.make({"id": other, "vector": True}).factory()) == 8
+    finally:
+        del gymnasium.registry[name], gymnasium.registry[other]
+    assert seed_of(GymEnvFactory.of(Places, vector=partial(SeededWhenMade, seed=9))) == 9
+
+
+def test_makers_that_take_no_seed_by_its_name():
+    def positional(num_envs: int, seed: int = 6, /) -> SeededWhenMade:
+        return SeededWhenMade(num_envs, seed)
+
+    @wraps(SeededWhenMade)
+    def wrapped(num_envs: int) -> SeededWhenMade:
+        return SeededWhenMade(num_envs)
+
+    assert seed_of(GymEnvFactory.of(Places, vector=positional)) == 6
+    assert seed_of(GymEnvFactory.of(Places, vector=wrapped)) == 42
+    assert seed_of(GymEnvFactory.of(Places, vector=lambda n, **more: SeededWhenMade(n))) == 42
 
 
 def test_an_id_without_a_vector_environment():

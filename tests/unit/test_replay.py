@@ -673,6 +673,18 @@ def test_new_rows_get_the_highest_priority_seen():
     assert counts[:128].mean() < 0.7 * new.mean()
 
 
+def test_actions_without_numbers_are_stored():
+    """A space of no dimensions at all: an agent of one's own may know what to do with it."""
+    spec = EnvSpec("Idle", {"observation": ArraySpec((2,), "float32")}, ArraySpec((0,), "float32"))
+    buffer = ReplayBuffer(capacity=40)
+    buffer.build(spec, SampleSpec(batch_size=3), StreamLayout(2, 5), planned_updates=1)
+    arrays = {name: array.zeros() for name, array in Unroll.layout(spec, 5, 2, {}).items()}
+    unroll = Unroll.from_arrays(0, (0, 1), arrays)
+    unroll.valid[:] = True
+    buffer.add(unroll)
+    assert buffer.sample().action.shape == (3, 0)
+
+
 def test_stale_feedback_is_dropped_and_counted():
     """Once the ring has wrapped, an old key must not touch the row in its place (case 73)."""
     buffer, keys = prioritised_buffer(batch_size=10_000)

@@ -85,6 +85,18 @@ class TestFrozen:
         seen.extend(parts)
         assert np.array_equal(np.concatenate([before[:0], *seen]), before)
 
+    @pytest.mark.parametrize("num_read", [0, 2, 5])
+    def test_blocks_that_are_written_are_kept_too(self, num_read: int) -> None:
+        memory = MemoryRows(PIXELS, 30)
+        fill(memory, 30, 0, 30)
+        before = content(memory, 30)
+        parts = memory.save(30).chunks()
+        seen = [next(parts) for _ in range(num_read)]
+        blocks = np.arange(2 * 6 * 5, dtype=np.uint8).reshape(6, 2, 5).swapaxes(0, 1)
+        memory.write(slice(4, 16), blocks)
+        assert np.array_equal(np.concatenate([*seen, *parts]), before)
+        assert np.array_equal(memory[np.arange(4, 16)], blocks.reshape(12, 5))
+
     @pytest.fixture(autouse=True)
     def _small_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rows, "_CHUNK_BYTES", 15)

@@ -21,23 +21,15 @@ def one_thread() -> Iterator[None]:
 
 
 def updates(
-    tried: UpdateThreads,
-    seconds: Mapping[int, float],
-    count: int,
-    patch: pytest.MonkeyPatch,
-    between: Mapping[int, float] | None = None,
+    tried: UpdateThreads, seconds: Mapping[int, float], count: int, patch: pytest.MonkeyPatch
 ) -> list[int]:
-    """Threads that each of ``count`` updates had, which takes ``seconds`` by their number.
-
-    After each, ``between`` goes by.
-    """
+    """Threads that each of ``count`` updates had, which takes ``seconds`` by their number."""
     now, seen = 0.0, []
     patch.setattr(threads.time, "perf_counter", lambda: now)
     for _ in range(count):
         with tried.update():
             seen.append(torch.get_num_threads())
             now += seconds[seen[-1]]
-        now += (between or {}).get(seen[-1], 0.0)
         assert torch.get_num_threads() == 1
     return seen
 
@@ -61,14 +53,7 @@ def test_the_fastest_stays(seconds, best, monkeypatch, caplog):
     assert set(seen[1000:]) == {best}
     (message,) = caplog.messages
     assert message.startswith(f"Updates run with {best} torch thread")
-    assert f"{1 / seconds[best]:.1f} a second with {best}" in message
-
-
-def test_what_counts_is_the_run_and_not_the_update_alone(monkeypatch):
-    """Two threads make the update faster and the workers slower, for whom the learner waits."""
-    tried = UpdateThreads([1, 2])
-    updates(tried, {1: 0.02, 2: 0.012}, 300, monkeypatch, between={1: 0.01, 2: 0.03})
-    assert tried.chosen == 1
+    assert f"{1e3 * seconds[best]:.1f} ms with {best}" in message
 
 
 def test_they_take_turns(monkeypatch):
@@ -76,6 +61,17 @@ def test_they_take_turns(monkeypatch):
     seen = updates(UpdateThreads([1, 2]), {1: 0.0625, 2: 0.0625}, 50, monkeypatch)
     assert seen[:10] == [1] * 10  # the warm-up
     assert seen[10:34] == [*[1] * 4, *[2] * 4] * 3
+
+
+def test_a_short_disturbance_does_not_decide(monkeypatch):
+    """Right after the warm-up workers may fill all cores for a moment, to which a turn is long."""
+    now, tried = 0.0, UpdateThreads([1, 2])
+    monkeypatch.setattr(threads.time, "perf_counter", lambda: now)
+    while tried.chosen is None:
+        with tried.update():
+            busy = now % 2.0 < 0.3
+            now += {1: 0.016, 2: 0.05 if busy else 0.011}[torch.get_num_threads()]
+    assert tried.chosen == 2
 
 
 def test_short_updates_keep_the_smallest_number(monkeypatch):

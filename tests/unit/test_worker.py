@@ -628,6 +628,22 @@ def test_a_lost_life_ends_no_evaluation_episode():
     assert (result.returns, result.lengths, result.cut) == ((12.0,) * 11, (6,) * 11, 0)
 
 
+def test_a_frame_rate_that_is_none_is_the_environments_fault():
+    class Odd(Places):
+        metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": "fast"}
+
+        def __init__(self, render_mode: str | None = None) -> None:
+            super().__init__()
+            self.render_mode = render_mode
+
+    (spec,) = worker_specs(GymEnvFactory.of(Odd))
+    worker = EnvWorker(spec)
+    with pytest.raises(ValueError, match="fast") as caught:
+        worker.evaluate(snapshot(0), REQUEST._replace(films=1))
+    failure = worker.failure(caught.value)
+    assert (failure.phase, failure.of_env) == ("constructing the environment", True)
+
+
 def test_no_episodes_at_all():
     (spec,) = worker_specs(GymEnvFactory.of(Places))
     result = EnvWorker(spec).evaluate(snapshot(0), REQUEST._replace(episodes=0))
