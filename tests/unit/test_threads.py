@@ -69,7 +69,7 @@ def test_a_short_disturbance_does_not_decide(monkeypatch):
     monkeypatch.setattr(threads.time, "perf_counter", lambda: now)
     while tried.chosen is None:
         with tried.update():
-            busy = now % 2.0 < 0.3
+            busy = now < 0.9
             now += {1: 0.016, 2: 0.05 if busy else 0.011}[torch.get_num_threads()]
     assert tried.chosen == 2
 
