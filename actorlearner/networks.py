@@ -208,9 +208,9 @@ class ImageEncoder(nn.Module):
         # slower. The weights stay as they are, since a fused optimiser takes parameter and state
         # for laid out alike, which a checkpoint would not keep.
         inner = self.inner_dtype or dtype
-        innermost = torch.is_grad_enabled()
-        layout = torch.channels_last if innermost else torch.contiguous_format
-        image = image.to(inner, memory_format=layout)
+        layout = torch.channels_last if torch.is_grad_enabled() else torch.contiguous_format
+        # Laid out as bytes: to convert on the way takes twice as long in bfloat16.
+        image = image.contiguous(memory_format=layout).to(inner)
         if self._scales and inner == torch.bfloat16:
             image = image.mul_(1 / 255)  # a division takes five times as long
         elif self._scales:
