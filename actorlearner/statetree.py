@@ -100,6 +100,12 @@ class _Entry(NamedTuple):
         for part in parts:
             yield part.reshape(-1).view(np.uint8)
 
+    def equals(self, other: _Entry) -> bool:
+        """Whether dtype, shape and bytes are the same."""
+        if (self.dtype, self.array.shape) != (other.dtype, other.array.shape):
+            return False
+        return all(map(np.array_equal, self.chunks(), other.chunks()))
+
 
 @dataclass(frozen=True, slots=True)
 class Packed:
@@ -166,8 +172,7 @@ def alike(one: Any, other: Any) -> bool:
     """
     a, b = (Packed.of(state, "state") for state in (one, other))
     return a.skeleton == b.skeleton and all(
-        all(map(np.array_equal, a.entries[key].chunks(), b.entries[key].chunks()))
-        for key in a.entries
+        entry.equals(b.entries[key]) for key, entry in a.entries.items()
     )
 
 

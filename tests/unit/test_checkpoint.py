@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
@@ -134,6 +134,9 @@ class TestStateTrees:
         shutil.rmtree(directory)
 
     @given(one=TREES, other=TREES)
+    @example(one=np.array(False), other=np.array(0, np.int8))  # the same bytes
+    @example(one=np.zeros(0), other=np.zeros((0, 2)))
+    @example(one=torch.zeros(2, 3), other=torch.zeros(3, 2))
     @settings(max_examples=150, deadline=None)
     def test_states_are_alike_where_nothing_differs(self, one: Any, other: Any) -> None:
         try:
