@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from actorlearner.compiled import compiled
 from actorlearner.config import Settings, setting
 from actorlearner.contracts import (
     Array,
@@ -226,7 +227,7 @@ class ReplayBuffer:
         """
         in_memory = BlockRing.bytes_per_row(env_spec, extras, length is not None)
         if self.settings.prioritized:
-            in_memory += 9  # a leaf, and its share of the sums above
+            in_memory += 10  # a leaf, and its share of the sums above
         in_files, directory = 0, None
         if place is not None:
             clear_pages(place.directory)
@@ -309,10 +310,12 @@ class ReplayBuffer:
             start_B, weight_B = self._draw_by_priority(self._tree, spec.batch_size)
         self._num_batches += 1
         return_B, discount_B, end_B = self._windows(start_B, spec)
-        observed = ring.observed(np.array((start_B, end_B)))
+        observation, next_observation = {}, {}
+        for key, both in ring.observed(np.array((start_B, end_B))).items():
+            observation[key], next_observation[key] = both.unbind()
         return Batch(
-            observation={key: tensor[0] for key, tensor in observed.items()},
-            next_observation={key: tensor[1] for key, tensor in observed.items()},
+            observation=observation,
+            next_observation=next_observation,
             action=self._actions(start_B),
             reward=torch.from_numpy(return_B),
             discount=torch.from_numpy(discount_B),
@@ -343,7 +346,7 @@ class ReplayBuffer:
         """The actions at ``addresses``, copied; int64 for discrete spaces."""
         action = self._ring.action[addresses]
         if self._env_spec.action.categories:
-            action = action.astype(np.int64)
+            action = action.astype(np.int64, copy=False)
         return torch.from_numpy(action)
 
     def _windows(
@@ -381,11 +384,11 @@ class ReplayBuffer:
                 shape or dtype than its spec, or ``feedback`` has something else.
         """
         spec = self._sample_spec
-        known = list(spec.latents) if isinstance(spec, SequenceSpec) else ["priority"]
-        unknown = sorted(feedback.keys() - known)
-        if unknown:
+        known = spec.latents.keys() if isinstance(spec, SequenceSpec) else {"priority"}
+        if unknown := feedback.keys() - known:
             raise ValueError(
-                f"feedback {', '.join(unknown)}: this replay buffer only takes {', '.join(known)}"
+                f"feedback {', '.join(sorted(unknown))}: "
+                f"this replay buffer only takes {', '.join(known)}"
             )
         if isinstance(spec, SequenceSpec):
             self._replace_latents(keys, feedback, spec)
@@ -413,21 +416,12 @@ class ReplayBuffer:
     def _replace_priorities(
         self, tree: SumTree, keys: NDArray[np.int64], feedback: Mapping[str, Array]
     ) -> None:
-        priority = np.asarray(feedback["priority"], np.float64)
-        if priority.shape != keys.shape:
-            raise ValueError(f"priority has shape {priority.shape}, the keys have {keys.shape}")
-        if priority.size == 0:
-            return
-        if not (priority.min() >= 0 and priority.max() < np.inf):  # NaN is neither
-            if not np.isfinite(priority).all():
-                value = priority[~np.isfinite(priority)][0]
-                raise NonFiniteError(f"priority={value}: must be finite")
-            raise ValueError(f"priority={priority[priority < 0][0]}: must not be negative")
+        error: NDArray[np.float64] = np.ascontiguousarray(feedback["priority"], np.float64)
+        if error.shape != keys.shape:
+            raise ValueError(f"priority has shape {error.shape}, the keys have {keys.shape}")
         places, addresses = self._ring.drawable_at(keys)
-        if len(places) < len(keys):
-            self._stale_feedback += len(keys) - len(places)
-            priority = priority[places]
-        self._set_priorities(tree, addresses, priority)
+        self._stale_feedback += len(keys) - len(places)
+        self._set_priorities(tree, addresses, error, places)
 
     def metrics(self) -> dict[str, float]:
         """Scalars to log: what can be drawn, rows that fit, stale feedback, queue, priorities."""
@@ -450,7 +444,7 @@ class ReplayBuffer:
         """
         priorities = {}
         if self._tree is not None:
-            leaves = self._tree.get(np.arange(self._ring.num_stored))
+            leaves = self._tree.leaves[: self._ring.num_stored]
             priorities = {"alpha": self.settings.alpha, "leaves": leaves}
         return {
             "ring": self._ring.state_dict(),
@@ -499,7 +493,7 @@ class ReplayBuffer:
         self._ring.check_valid()
         if self._tree is not None:
             self._tree.check_valid()
-            leaves = self._tree.get(np.arange(self._ring.num_rows))
+            leaves = self._tree.leaves
             assert np.array_equal(leaves > 0, self._ring.valid[: self._ring.num_rows])
             assert leaves.max() <= self._max_priority**self.settings.alpha * (1 + 1e-12)
 
@@ -540,20 +534,27 @@ class ReplayBuffer:
         known_B = (discount_B == 0) | has_come_B
         bootstrap_B = np.where(has_come_B, ring.extras["greedy_value"][end_B], 0.0)
         target_B = return_B + discount_B * bootstrap_B
-        error_B = np.abs(target_B - ring.extras["action_value"][start_B])
-        if not np.isfinite(error_B[known_B]).all():
+        error_B = np.abs(target_B - ring.extras["action_value"][start_B])[known_B]
+        if not np.isfinite(error_B).all():
             raise NonFiniteError("the acting policy's values are not finite: its TD error is NaN")
-        self._set_priorities(tree, start_B[known_B], error_B[known_B])
+        everywhere = np.arange(len(error_B))
+        self._set_priorities(tree, start_B[known_B], error_B.astype(np.float64), everywhere)
 
     def _set_priorities(
-        self, tree: SumTree, addresses: NDArray[np.int64], error: NDArray[np.floating]
+        self,
+        tree: SumTree,
+        addresses: NDArray[np.int64],
+        error: NDArray[np.float64],
+        places: NDArray[np.int64],
     ) -> None:
-        """Set the priorities of ``addresses`` to those of absolute TD errors ``error``."""
-        if len(addresses) == 0:
-            return
-        priority = error.astype(np.float64) + self.settings.priority_epsilon
-        self._max_priority = max(self._max_priority, float(priority.max()))
-        tree.set(addresses, priority**self.settings.alpha)
+        """Set the priorities of ``addresses`` to those of absolute TD errors ``error[places]``."""
+        s, priority = self.settings, np.empty(len(places))
+        refused, highest = _prioritise(error, places, s.priority_epsilon, s.alpha, priority)
+        if refused >= 0:
+            kind = ValueError if np.isfinite(error[refused]) else NonFiniteError
+            raise kind(f"priority={error[refused]}: must be finite and not negative")
+        self._max_priority = max(self._max_priority, highest)
+        tree.set(addresses, priority)
 
     def _state_memory(self, bytes_per_row: int) -> None:
         """Say what the buffer will take; refuse what there is not.
@@ -612,12 +613,49 @@ class ReplayBuffer:
         self, tree: SumTree, count: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Addresses ``[count]`` of valid rows and their importance weights."""
-        total = tree.total
-        strata = np.arange(count) + self._generator.random(count)
-        addresses = tree.find(strata * (total / count))
-        probability = tree.get(addresses) / total
-        weight = (self._ring.num_drawable * probability) ** -self.beta
-        return addresses, (weight / weight.max()).astype(np.float32)
+        addresses = tree.draw(self._generator.random(count))
+        weight = np.empty(count, np.float32)
+        _weigh(addresses, tree.leaves, self.beta, weight)
+        return addresses, weight
+
+
+@compiled
+def _weigh(
+    addresses: NDArray[np.int64],
+    leaves: NDArray[np.float64],
+    beta: float,
+    weight: NDArray[np.float32],
+) -> None:
+    """Importance weights of ``addresses``, the largest 1: then N and the total cancel out."""
+    lowest = np.inf
+    for i in range(len(addresses)):
+        lowest = min(lowest, leaves[addresses[i]])
+    for i in range(len(addresses)):
+        weight[i] = (lowest / leaves[addresses[i]]) ** beta
+
+
+@compiled
+def _prioritise(
+    error: NDArray[np.float64],
+    places: NDArray[np.int64],
+    epsilon: float,
+    alpha: float,
+    priority: NDArray[np.float64],
+) -> tuple[int, float]:
+    """Of each error at ``places`` the priority.
+
+    Returns:
+        The place of an error that is negative or not finite, or -1; the highest priority before
+        it is raised to the power of ``alpha``.
+    """
+    for place in range(len(error)):
+        if not 0 <= error[place] < np.inf:  # NaN neither
+            return place, 0.0
+    highest = 0.0
+    for i in range(len(places)):
+        highest = max(highest, error[places[i]] + epsilon)
+        priority[i] = (error[places[i]] + epsilon) ** alpha
+    return -1, highest
 
 
 def _made(place: StorePlace | None) -> Path:

@@ -26,9 +26,6 @@ from actorlearner.contracts import (
 )
 from actorlearner.rows import DiskRows, MemoryRows, ReusedMemory, saved_layout
 
-_COLUMNS_TOGETHER = 8
-"""Of an Atari batch these are 0.5 MB: about what the cache of one core holds."""
-
 
 class BlockRing:
     """The rows of the newest unrolls, each stored once, and what follows what.
@@ -164,12 +161,13 @@ class BlockRing:
 
     def keys(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
         """The keys of the rows stored at ``addresses``."""
-        oldest = self.head - self.num_stored
-        return oldest + (addresses - oldest) % self.num_rows
+        keys = np.empty(addresses.shape, np.int64)
+        _keys(addresses, self.head, self.num_rows, keys)
+        return keys
 
     def drawable_at(self, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Which of ``keys`` (int64 ``[B]``) can still be drawn, by their places, and where."""
-        places, addresses = np.empty((2, len(keys)), np.int64)
+        places, addresses = np.empty_like(keys), np.empty_like(keys)
         count = _drawable_at(
             np.ascontiguousarray(keys), self.head, self.num_rows, self.drawable, places, addresses
         )
@@ -279,33 +277,17 @@ class BlockRing:
         places = self._stacks_at(addresses)
         observation = {}
         for key, rows in self.observation.items():
-            stack = self._stacks[key]
-            index = addresses if stack == 1 else places[..., -stack:]
-            tensor, array = self._batches.empty((*index.shape, *rows.shape[1:]), rows.dtype)
-            if stack == 1:
-                rows.take(index, array)
-            else:
-                # The N stacks of a column can have frames in common. So few columns are copied at
-                # a time that those are still in the processor's cache.
-                for begin in range(0, addresses.shape[1], _COLUMNS_TOGETHER):
-                    columns = slice(begin, begin + _COLUMNS_TOGETHER)
-                    for row in range(len(index)):
-                        rows.take(index[row, columns], array[row, columns])
-            observation[key] = tensor
+            stack, row_shape = self._stacks[key], rows.shape[1:]
+            shape = addresses.shape + ((stack, *row_shape) if stack > 1 else row_shape)
+            observation[key], array = self._batches.empty(shape, rows.dtype)
+            rows.take(places[..., -stack:], array)
         return observation
 
     def _stacks_at(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where the frames of the rows at ``addresses`` stand, ``[N, B, stack]``, oldest first."""
         places = np.empty((*addresses.shape, self._max_age + 1), np.int64)
-        if self._max_age > 0:
-            _stack_places(
-                addresses.ravel(),
-                self.age,
-                self.preceding,
-                self.num_rows,
-                self.layout.unroll_length,
-                places.reshape(-1, self._max_age + 1),
-            )
+        length = self.layout.unroll_length
+        _stack_places(addresses, self.age, self.preceding, self.num_rows, length, places)
         return places
 
     def state_dict(self) -> dict[str, Any]:
@@ -601,6 +583,15 @@ def _in_words(shape: Mapping[str, int | None]) -> str:
 
 
 @compiled
+def _keys(addresses: NDArray[np.int64], head: int, num_rows: int, keys: NDArray[np.int64]) -> None:
+    """See `BlockRing.keys`."""
+    next_address = head % num_rows
+    for place in np.ndindex(addresses.shape):
+        laps_ago = 1 if addresses[place] >= next_address else 0
+        keys[place] = addresses[place] + head - next_address - laps_ago * num_rows
+
+
+@compiled
 def _drawable_at(
     keys: NDArray[np.int64],
     head: int,
@@ -639,25 +630,29 @@ def _count_ages(
 
 @compiled
 def _stack_places(
-    addresses: NDArray[np.int64],
+    addresses_NB: NDArray[np.int64],
     age: NDArray[np.uint8],
     preceding: NDArray[np.int64],
     num_rows: int,
     unroll_length: int,
-    places: NDArray[np.int64],
+    places_NBK: NDArray[np.int64],
 ) -> None:
-    """See `BlockRing._stacks_at`; into ``places``, ``[len(addresses), stack]``."""
-    newest = places.shape[1] - 1
-    for i in range(len(addresses)):
-        at = addresses[i]
+    """See `BlockRing._stacks_at`."""
+    newest = places_NBK.shape[2] - 1
+    for step, column in np.ndindex(addresses_NB.shape):
+        at = addresses_NB[step, column]
+        row = at % unroll_length  # in its block
         num_older = age[at]
-        places[i, newest] = at
+        places_NBK[step, column, newest] = at
         for back in range(newest):
             if back < num_older:  # else the episode's first stands in
                 if at >= num_rows:  # a tail
                     at = preceding[num_rows // unroll_length + at - num_rows]
-                elif at % unroll_length == 0:
+                    row = unroll_length - 1
+                elif row == 0:
                     at = preceding[at // unroll_length]
+                    row = unroll_length - 1
                 else:
                     at -= 1
-            places[i, newest - 1 - back] = at
+                    row -= 1
+            places_NBK[step, column, newest - 1 - back] = at

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from actorlearner.compiled import compiled, copy_bytes
 from actorlearner.contracts import Array, ArraySpec, CheckpointError
 from actorlearner.memory import free_memory
 from actorlearner.statetree import StoredFile
@@ -51,6 +52,8 @@ class MemoryRows:
         """
         self._array = spec.zeros(num_places)
         self._array.fill(0)
+        self._row_bytes = self._array[0].nbytes
+        self._bytes = self._array.reshape(-1).view(np.uint8)
         # No WeakSet: another thread may drop one while this one looks through them.
         self._frozen: list[weakref.ref[FrozenRows]] = []
 
@@ -69,8 +72,8 @@ class MemoryRows:
         return self._array[addresses]
 
     def take(self, addresses: NDArray[np.int64], into: Array) -> None:
-        """Copy the rows at ``addresses`` to ``into`` (contiguous, ``[*addresses.shape, ...]``)."""
-        self._array.take(addresses, axis=0, out=into, mode="clip")  # "raise" copies twice
+        """Copy the rows at ``addresses`` (``[N, B, K]``) to ``into`` (contiguous, as many)."""
+        _gather(self._bytes, self._row_bytes, addresses, into.reshape(-1).view(np.uint8))
 
     def __setitem__(self, addresses: NDArray[np.int64], rows: Array) -> None:
         """Write ``rows`` to ``addresses``."""
@@ -144,6 +147,34 @@ class FrozenRows:
             yield chunk
 
 
+@compiled
+def _gather(
+    source: NDArray[np.uint8],
+    row_bytes: int,
+    addresses_NBK: NDArray[np.int64],
+    into: NDArray[np.uint8],
+) -> None:
+    """See `MemoryRows.take`.
+
+    Column after column: its N stacks of K frames have frames in common, which are still in the
+    processor's cache then. Rows that stand together are copied together.
+    """
+    num_steps, num_columns, stack = addresses_NBK.shape
+    for column in range(num_columns):
+        for step in range(num_steps):
+            begin = 0
+            while begin < stack:
+                first, count = addresses_NBK[step, column, begin], 1
+                while (
+                    begin + count < stack
+                    and addresses_NBK[step, column, begin + count] == first + count
+                ):
+                    count += 1
+                place = (step * num_columns + column) * stack + begin
+                copy_bytes(into, place * row_bytes, source, first * row_bytes, count * row_bytes)
+                begin += count
+
+
 # ------------------------------------------------------------------------------------- on disk
 
 
@@ -202,7 +233,7 @@ class DiskRows:
         return rows
 
     def take(self, addresses: NDArray[np.int64], into: Array) -> None:
-        """Copy the rows at ``addresses`` to ``into`` (contiguous, ``[*addresses.shape, ...]``)."""
+        """Copy the rows at ``addresses`` to ``into`` (contiguous, as many)."""
         pages, places = self._places(addresses)
         rows = into.reshape(-1, *self._row.shape)
         for index, (page, place) in enumerate(zip(pages, places, strict=True)):
@@ -335,11 +366,11 @@ class ReusedMemory:
     """
 
     _NUM_KEPT = 4
-    """More than that is lent at once only to somebody who collects batches."""
+    """Of one shape. More is lent at once only to somebody who collects batches."""
 
     def __init__(self) -> None:
         """Nothing is kept yet."""
-        self._kept: list[tuple[Array, weakref.ref[Array]]] = []
+        self._kept: dict[tuple[Any, ...], list[tuple[Array, weakref.ref[Array]]]] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[torch.Tensor, Array]:
         """A tensor of any content, which shares memory with no other that lives; its array."""
@@ -347,15 +378,13 @@ class ReusedMemory:
             kind = torch.from_numpy(np.empty(0, dtype)).dtype
             pinned = torch.empty(shape, dtype=kind, pin_memory=True)
             return pinned, pinned.numpy()
-        for index, (array, lent) in enumerate(self._kept):
-            if lent() is None and array.shape == shape and array.dtype == dtype:
-                del self._kept[index]
-                break
-        else:
-            array = np.empty(shape, dtype)
+        kept = self._kept.setdefault((shape, dtype), [])
+        # The first that is free: the processor's cache has the most of it.
+        place = next((i for i, (_, lent) in enumerate(kept) if lent() is None), len(kept))
+        array = kept[place][0] if place < len(kept) else np.empty(shape, dtype)
         view = array.view()  # that the tensor's memory holds on to, for as long as it is used
-        if len(self._kept) < self._NUM_KEPT:
-            self._kept.append((array, weakref.ref(view)))
+        if place < self._NUM_KEPT:
+            kept[place : place + 1] = [(array, weakref.ref(view))]
         return torch.from_numpy(view), view
 
 

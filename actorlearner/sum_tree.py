@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from actorlearner.compiled import compiled
 
-_FAN_OUT_BITS = 5
+_FAN_OUT_BITS = 3
 _FAN_OUT = 1 << _FAN_OUT_BITS
-"""Children of a node: 4 cache lines. A tree of a million leaves has 4 levels below its root."""
+"""Children of a node: a cache line. A tree of a million leaves has 7 levels below its root."""
 
 
 class SumTree:
@@ -20,7 +20,7 @@ class SumTree:
     Invariants: every parent is the sum of its children, computed from them and never by adding a
     difference, so that rounding errors don't pile up; a leaf without priority is never found.
 
-    Schaul et al. (2016), arXiv:1511.05952, appendix B.2.1, with 32 children to a node.
+    Schaul et al. (2016), arXiv:1511.05952, appendix B.2.1, with 8 children to a node.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -46,15 +46,13 @@ class SumTree:
         self._nodes = np.zeros(ends[-1])
         parts = np.split(self._nodes, self._begins[1:])
         self._levels = [part.reshape(s) for part, s in zip(parts, shapes, strict=True)]
+        self.leaves = self._nodes[:capacity]
+        self.leaves.flags.writeable = False
 
     @property
     def total(self) -> float:
         """Sum of all priorities."""
         return float(self._nodes[-1])
-
-    def get(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Priorities, float64 ``[B]``, of leaves ``indices`` (int64 ``[B]``)."""
-        return self._levels[0].reshape(-1)[indices]
 
     def set(self, indices: NDArray[np.int64], priorities: NDArray[np.floating]) -> None:
         """Give leaves ``indices`` (int64 ``[B]``) new ``priorities`` (float ``[B]``).
@@ -77,26 +75,26 @@ class SumTree:
             raise IndexError(f"indices must be in [0, {self.capacity}), got {indices}")
         raise ValueError(f"priority={values[refused]}: must be finite and not negative")
 
-    def find(self, prefix: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Leaves at which the running sum of priorities first exceeds ``prefix``.
+    def draw(self, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
+        """One leaf of each of B equal parts of the total, each in proportion to its priority.
 
         Args:
-            prefix: float64 ``[B]``, not negative. Uniform draws below `total` find each leaf in
-                proportion to its priority; `total` and above find the last leaf that has any.
+            uniform: float64 ``[B]`` in [0, 1): where in its part each one is looked for. What is
+                found is the leaf at which the running sum of priorities first exceeds that; beyond
+                the total, the last leaf with a priority.
 
         Returns:
             int64 ``[B]``, leaves whose priority is above 0.
 
         Raises:
-            ValueError: every priority is 0, or a prefix is negative or NaN.
+            ValueError: every priority is 0, or a number in ``uniform`` is negative or NaN.
         """
         if self.total <= 0:
             raise ValueError("there is no priority above 0 to find")
-        prefix = np.ascontiguousarray(prefix, np.float64)
-        found = np.empty(len(prefix), np.int64)
-        if not _find(self._nodes, self._begins, prefix, found):
-            raise ValueError(f"prefix={prefix}: must not be negative or NaN")
-        return found
+        drawn = np.empty(len(uniform), np.int64)
+        if not _draw(self._nodes, self._begins, np.ascontiguousarray(uniform, np.float64), drawn):
+            raise ValueError(f"uniform={uniform}: must not be negative or NaN")
+        return drawn
 
     def check_valid(self) -> None:
         """Check every invariant, slowly (for tests).
@@ -128,7 +126,6 @@ def _set(
             return i
     for i in range(len(indices)):
         nodes[indices[i]] = priorities[i]
-    sums = np.empty(8)
     for level in range(1, len(begins)):
         newest = -1
         for i in range(len(indices)):
@@ -137,46 +134,41 @@ def _set(
                 continue
             newest = parent
             first = begins[level - 1] + parent * _FAN_OUT
-            # In the order of NumPy's `sum`, which keeps several sums at once.
-            for lane in range(8):
-                sums[lane] = nodes[first + lane]
-            for begin in range(first + 8, first + _FAN_OUT, 8):
-                for lane in range(8):
-                    sums[lane] += nodes[begin + lane]
-            nodes[begins[level] + parent] = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + (
-                (sums[4] + sums[5]) + (sums[6] + sums[7])
-            )
+            n = nodes[first : first + _FAN_OUT]
+            # In the order of NumPy's `sum`.
+            total = ((n[0] + n[1]) + (n[2] + n[3])) + ((n[4] + n[5]) + (n[6] + n[7]))
+            nodes[begins[level] + parent] = total
     return -1
 
 
 @compiled
-def _find(
+def _draw(
     nodes: NDArray[np.float64],
     begins: NDArray[np.int64],
-    prefix: NDArray[np.float64],
-    found: NDArray[np.int64],
+    uniform: NDArray[np.float64],
+    drawn: NDArray[np.int64],
 ) -> bool:
-    """See `SumTree.find`; whether every prefix was one."""
-    for i in range(len(prefix)):
-        if not prefix[i] >= 0:
+    """See `SumTree.draw`; whether all of ``uniform`` could be used."""
+    left, part = np.empty(len(uniform)), nodes[-1] / len(uniform)
+    for i in range(len(uniform)):
+        if not uniform[i] >= 0:
             return False
-    left = prefix.copy()
-    found[:] = 0
+        left[i], drawn[i] = (i + uniform[i]) * part, 0
     # Level by level, so that the memory of several nodes is waited for at once.
     for level in range(len(begins) - 2, -1, -1):
-        for i in range(len(prefix)):
-            first = begins[level] + found[i] * _FAN_OUT
-            child, before, after = -1, 0.0, 0.0
-            while child < 0:
-                for c in range(_FAN_OUT):
-                    before, after = after, after + nodes[first + c]
-                    if after > left[i]:
-                        child = c
-                        break
-                else:
-                    # A running sum and a parent may round differently. Held below the sum, the
-                    # prefix always meets a child at which the running sum grows: one with priority.
-                    left[i], before, after = np.nextafter(after, 0.0), 0.0, 0.0
+        for i in range(len(drawn)):
+            first = begins[level] + drawn[i] * _FAN_OUT
+            child = _FAN_OUT
+            while child == _FAN_OUT:
+                child, before, after = 0, 0.0, 0.0
+                for c in range(_FAN_OUT):  # to the end: a guess when to stop is often wrong
+                    after += nodes[first + c]
+                    if after <= left[i]:
+                        child, before = c + 1, after
+                if child == _FAN_OUT:
+                    # A running sum and a parent may round differently. Held below the sum, what is
+                    # left always meets a child at which the running sum grows: one with priority.
+                    left[i] = np.nextafter(after, 0.0)
             left[i] -= before
-            found[i] = found[i] * _FAN_OUT + child
+            drawn[i] = drawn[i] * _FAN_OUT + child
     return True

@@ -399,8 +399,8 @@ MUTATIONS = (
         "replay_weight_exponent",
         "the exponent of the importance weights has the wrong sign",
         "replay.py",
-        "(self._ring.num_drawable * probability) ** -self.beta",
-        "(self._ring.num_drawable * probability) ** self.beta",
+        "(lowest / leaves[addresses[i]]) ** beta",
+        "(lowest / leaves[addresses[i]]) ** -beta",
         ("tests/unit/test_replay.py::test_importance_weights",),
     ),
     Mutation(

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actorlearner.compiled import compiled
+from actorlearner.compiled import compiled, copy_bytes
 
 SOURCE = """
 from actorlearner.compiled import compiled
@@ -40,6 +40,21 @@ def test_sums_are_in_the_order_in_which_they_are_written() -> None:
         expected += x * y
     assert dot(a, b) == expected
     assert dot.__name__ == "dot"
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_bytes_are_copied(is_compiled: bool) -> None:
+    """Those asked for, to where they are asked for, and no other; none at all is few enough."""
+
+    def move(into, at, source, begin, count):  # type: ignore[no-untyped-def]
+        copy_bytes(into, at, source, begin, count)
+
+    source, into = np.arange(20, dtype=np.uint8), np.full(10, 255, np.uint8)
+    call = compiled(move) if is_compiled else move
+    call(into, 3, source, 15, 5)
+    call(into, 0, source, 7, 1)
+    call(into, 9, source, 1, 0)
+    assert into.tolist() == [7, 255, 255, 15, 16, 17, 18, 19, 255, 255]
 
 
 @pytest.mark.parametrize("can_write", [True, False])

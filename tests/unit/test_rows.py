@@ -65,6 +65,24 @@ def write(chunks: Any) -> bytes:
 # ------------------------------------------------------------------------------------ in memory
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from(["uint8", "float32", "bool", "int64"]))
+def test_rows_are_taken_as_by_an_index(data: st.DataObject, dtype: str) -> None:
+    """In memory: whatever stands together, at the ends too, of rows of any shape."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 3), max_size=2), "shape of a row"))
+    memory = MemoryRows(ArraySpec(shape, dtype), 12)
+    generator = np.random.default_rng(data.draw(st.integers(0, 99), "seed"))
+    memory[np.arange(12)] = generator.integers(0, 2 if dtype == "bool" else 99, (12, *shape))
+    num_steps, num_columns, stack = data.draw(st.tuples(*[st.integers(1, 4)] * 3), "N, B, K")
+    first = generator.integers(0, 12, (num_steps, num_columns, 1))
+    jumps = generator.random((num_steps, num_columns, stack)) < 0.3
+    index = np.where(jumps, 0, (first + np.arange(stack)).clip(0, 11))
+    fewer = index[..., -data.draw(st.integers(1, stack), "of K") :]
+    into = np.empty((*fewer.shape, *shape), dtype)
+    memory.take(fewer, into)
+    assert np.array_equal(into, memory[fewer])
+
+
 class TestFrozen:
     @settings(max_examples=60, deadline=None)
     @given(
@@ -187,6 +205,15 @@ class TestReusedMemory:
         assert (tensor.data_ptr(), tensor.shape, tensor.dtype) == (at, self.SHAPE, torch.float32)
         other, _ = memory.empty(self.SHAPE, np.dtype("int32"))
         assert other.data_ptr() != at
+
+    def test_many_shapes_are_kept_beside_each_other(self) -> None:
+        """Of an observation of many parts, each is lent again."""
+        memory = ReusedMemory()
+        shapes = [(2, n) for n in range(1, 10)]
+        addresses = [
+            [memory.empty(shape, self.KIND)[0].data_ptr() for shape in shapes] for _ in range(2)
+        ]
+        assert addresses[0] == addresses[1]
 
     def test_it_is_pinned_where_cuda_is_in_use(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[bool] = []
@@ -442,12 +469,12 @@ class TestBuild:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
         run_dir = tmp_path / "run"
         self.need(run_dir, 1_000_000)
-        # 1.03 million rows of 7056 bytes, and four copies of a million of 28.
+        # 1.03 million rows of 7056 bytes, and four copies of a million of 29.
         assert (
-            f"The replay needs up to 6.87 GiB of disk with its checkpoints; 6.98 GiB are free for "
+            f"The replay needs up to 6.88 GiB of disk with its checkpoints; 6.98 GiB are free for "
             f"{run_dir}." in caplog.text
         )
-        assert "The replay takes 26.7 MiB of memory for 1,000,000 rows" in caplog.text
+        assert "The replay takes 27.7 MiB of memory for 1,000,000 rows" in caplog.text
         with pytest.raises(SettingError, match=r"capacity=1100000: needs up to 7.54 GiB of disk"):
             self.need(run_dir, 1_100_000)
         # Each of three checkpoints may hold a million rows of its own, and no more.

@@ -23,6 +23,16 @@ def slow_find(priorities, prefix):
     return max(index for index, priority in enumerate(priorities) if priority > 0)
 
 
+def prefixes(tree, uniform):
+    """What the running sums of priorities have to exceed."""
+    return (np.arange(len(uniform)) + uniform) * (tree.total / len(uniform))
+
+
+def find(tree, prefix):
+    """The leaf at which the running sum exceeds each of ``prefix``, by itself."""
+    return np.concatenate([tree.draw(np.array([p / tree.total])) for p in prefix])
+
+
 def filled(priorities):
     """A tree of ``priorities``."""
     tree = SumTree(len(priorities))
@@ -33,12 +43,12 @@ def filled(priorities):
 @settings(max_examples=100, deadline=None)
 @given(
     # Around one node, around one level, and beyond.
-    capacity=st.sampled_from([1, 2, 31, 32, 33, 100, 1023, 1024, 1025, 1100]),
+    capacity=st.sampled_from([1, 2, 7, 8, 9, 63, 64, 65, 511, 512, 513, 1100]),
     seed=st.integers(0, 2**32 - 1),
     rounds=st.integers(1, 4),
 )
 def test_equals_a_list(capacity, seed, rounds):
-    """Sets with duplicates, then finds, against a plain list. Integers, so that sums are exact."""
+    """Sets with duplicates, then draws, against a plain list. Integers, so that sums are exact."""
     generator = np.random.default_rng(seed)
     tree, reference = SumTree(capacity), [0] * capacity
     for _ in range(rounds):
@@ -48,19 +58,24 @@ def test_equals_a_list(capacity, seed, rounds):
         for index, priority in zip(indices, priorities, strict=True):
             reference[index] = priority
         tree.check_valid()
-        assert tree.get(np.arange(capacity)).tolist() == reference
+        assert tree.leaves.tolist() == reference
         assert tree.total == sum(reference)
         if tree.total > 0:
-            prefix = generator.random(30) * (tree.total + 1)
-            prefix[:10] = np.floor(prefix[:10])  # exactly on the border between two leaves
-            assert tree.find(prefix).tolist() == [slow_find(reference, p) for p in prefix]
+            uniform = generator.random(30)
+            uniform[-1] = 1.5  # beyond the total
+            expected = [slow_find(reference, p) for p in prefixes(tree, uniform)]
+            assert tree.draw(uniform).tolist() == expected
+            for border in range(int(tree.total) + 1):  # exactly between two leaves
+                alone = np.array([border / tree.total])
+                expected = [slow_find(reference, p) for p in prefixes(tree, alone)]
+                assert tree.draw(alone).tolist() == expected
 
 
 def test_last_of_duplicates_wins():
     """One `set` may name a leaf many times."""
     tree = SumTree(50)
     tree.set(np.array([7, 3, 7, 7, 3]), np.array([1.0, 2.0, 3.0, 4.0, 5.0]))
-    assert tree.get(np.array([3, 7])).tolist() == [5.0, 4.0]
+    assert tree.leaves[[3, 7]].tolist() == [5.0, 4.0]
     assert tree.total == 9.0
     tree.check_valid()
 
@@ -70,8 +85,10 @@ def test_frequencies(alpha):
     """Chi-squared over 256 leaves: each is found as often as its priority says."""
     generator, draws = np.random.default_rng(3), 200_000
     tree = filled(generator.uniform(0.1, 2.0, size=256) ** alpha)
-    expected = tree.get(np.arange(256)) / tree.total * draws
-    counts = np.bincount(tree.find(generator.random(draws) * tree.total), minlength=256)
+    expected = tree.leaves / tree.total * draws
+    counts = np.zeros(256)
+    for _ in range(draws // 40):  # parts end within leaves
+        counts += np.bincount(tree.draw(generator.random(40)), minlength=256)
     assert ((counts - expected) ** 2 / expected).sum() < CHI_SQUARED_255
 
 
@@ -84,18 +101,18 @@ def test_leaf_without_priority_is_never_found(capacity, used):
     priorities[generator.random(capacity) < 0.3] = 0
     tree = filled(priorities)
     for _ in range(10):
-        prefix = generator.random(100_000) * tree.total
+        assert (priorities[tree.draw(generator.random(100_000))] > 0).all()
         # Next to and above the borders, where rounding could step over.
-        prefix[:20_000] = generator.choice(np.cumsum(priorities), 20_000)
+        prefix = generator.choice(np.cumsum(priorities), 10_000)
         prefix[:4] = 0.0, np.nextafter(tree.total, 0), tree.total, np.nextafter(tree.total, np.inf)
-        assert (priorities[tree.find(prefix)] > 0).all()
+        assert (priorities[find(tree, prefix)] > 0).all()
 
 
-def test_prefix_at_or_above_the_total_finds_the_last_leaf_with_priority():
+def test_at_or_above_the_total_stands_the_last_leaf_with_priority():
     """The last leaf of the tree and of its node may both be empty."""
     tree = SumTree(100)
     tree.set(np.array([3, 40]), np.array([0.1, 0.2]))
-    assert tree.find(np.array([tree.total, np.inf, 0.0])).tolist() == [40, 40, 3]
+    assert [int(tree.draw(np.array([u]))[0]) for u in (1.0, np.inf, 0.0)] == [40, 40, 3]
 
 
 def test_no_drift():
@@ -105,7 +122,7 @@ def test_no_drift():
     for _ in range(2_000):
         priorities = 10 ** generator.uniform(-6, 3, size=50) * (generator.random(50) > 1 / 3)
         tree.set(generator.integers(5000, size=50), priorities)
-    exact = np.sum(tree.get(np.arange(5000)), dtype=np.longdouble)
+    exact = np.sum(tree.leaves, dtype=np.longdouble)
     assert abs(tree.total - exact) / exact < 1e-9
     tree.check_valid()
 
@@ -113,8 +130,9 @@ def test_no_drift():
 def test_every_leaf_gets_its_share():
     """Four equal leaves, a quarter each: the newest one, too."""
     generator = np.random.default_rng(6)
-    counts = np.bincount(filled([1, 1, 1, 1]).find(generator.random(100_000) * 4))
-    assert np.all(np.abs(counts / 100_000 - 0.25) < 0.01)
+    tree = filled([1, 1, 1, 1])
+    counts = np.bincount([int(tree.draw(u)[0]) for u in generator.random((20_000, 1))])
+    assert np.all(np.abs(counts / 20_000 - 0.25) < 0.02)
 
 
 @pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])
@@ -123,7 +141,7 @@ def test_refuses_a_bad_priority(bad):
     tree = filled([1, 2, 3])
     with pytest.raises(ValueError, match=f"priority={bad}"):
         tree.set(np.array([0, 1]), np.array([5.0, bad]))
-    assert tree.get(np.arange(3)).tolist() == [1, 2, 3]
+    assert tree.leaves.tolist() == [1, 2, 3]
     tree.check_valid()
 
 
@@ -145,12 +163,12 @@ def test_refuses_another_number_of_priorities_than_of_indices():
 
 
 def test_refuses_what_cannot_be_found():
-    """An empty tree, and prefixes that are no numbers from 0 up."""
+    """An empty tree, and what is no number from 0 up."""
     with pytest.raises(ValueError, match="no priority above 0"):
-        SumTree(3).find(np.array([0.0]))
+        SumTree(3).draw(np.array([0.0]))
     for bad in (-0.1, np.nan):
-        with pytest.raises(ValueError, match="prefix"):
-            filled([1, 2]).find(np.array([bad]))
+        with pytest.raises(ValueError, match="uniform"):
+            filled([1, 2]).draw(np.array([bad]))
 
 
 def test_refuses_no_capacity():
