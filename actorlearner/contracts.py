@@ -514,6 +514,8 @@ AnyBatch = TypeVar("AnyBatch", Batch, SequenceBatch)
 
 
 def _moved(batch: AnyBatch, device: torch.device) -> AnyBatch:
+    if batch.reward.device == device:
+        return batch
     moved: dict[str, Any] = {}
     for item in fields(batch):
         value = getattr(batch, item.name)

@@ -191,15 +191,15 @@ class FiniteSteps:
         Returns:
             Whether the step was made: ``is_finite``, as a bool if it was read.
         """
-        missed = (~is_finite).float()
         heeds = getattr(optimizer, "_step_supports_amp_scaling", False)
         if self._reads_at_once or not heeds or name not in self._begun:
             if made := bool(is_finite):
                 optimizer.step()
                 self._begun.add(name)
             else:
-                self._note(name, missed, update)
+                self._note(name, torch.ones((), device=is_finite.device), update)
             return made
+        missed = (~is_finite).float()
         optimizer.found_inf = missed  # type: ignore[attr-defined]
         optimizer.step()
         del optimizer.found_inf  # type: ignore[attr-defined]
