@@ -73,9 +73,6 @@ class LaunchSettings(RestartSettings):
     """Unrolls that a worker may be ahead; 2 keep it busy while one is copied."""
     pin_cores: bool = False
     """Keep each worker on one core (Linux). Steadies measurements; other runs may want the core."""
-    niceness: int = setting(0, low=0, high=19)
-    """How much workers give way to the learner, and to all else (POSIX). Helps where updates take
-    all cores: of threads that share one, each waits for the slowest."""
 
     def check(self) -> None:
         """Pinning is the system's to offer."""
@@ -269,17 +266,10 @@ class LocalLauncher(LauncherBase):
         theirs.close()
         bound_receiving(ours, self.settings.env_timeout_s)
         seat.begun(process, ours)
-        with suppress(ProcessLookupError):  # it has ended, as will be seen
-            self._schedule(process.pid, seat)
-
-    def _schedule(self, pid: int, seat: Seat) -> None:
-        """Tell the system when and where the process of ``seat`` shall run."""
-        if hasattr(os, "setpriority"):
-            own = os.getpriority(os.PRIO_PROCESS, 0)
-            os.setpriority(os.PRIO_PROCESS, pid, own + self.settings.niceness)
         if self.settings.pin_cores and seat.role == "collect":
             cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(pid, {cores[seat.index % len(cores)]})
+            with suppress(ProcessLookupError):  # it has ended, as will be seen
+                os.sched_setaffinity(process.pid, {cores[seat.index % len(cores)]})
 
     def _wait(self, seats: Sequence[Seat], timeout: float) -> list[Seat]:
         """Those that have something to say; those that were lost are dealt with."""

@@ -427,29 +427,6 @@ def test_workers_are_pinned_if_asked():
     assert sorted(os.sched_getaffinity(0)) == cores
 
 
-class Niceness(Threads):
-    """Tells its process's niceness, in the first number."""
-
-    def reset(self, **arguments: Any) -> Any:
-        observation, info = super().reset(**arguments)
-        observation[0] = os.getpriority(os.PRIO_PROCESS, 0)
-        return observation, info
-
-
-@pytest.mark.skipif(not hasattr(os, "getpriority"), reason="POSIX only")
-@pytest.mark.parametrize("niceness", [0, 3])
-def test_workers_give_way_if_asked(niceness):
-    """To the learner, who has the niceness that it had."""
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    spec = EnvAdapter(Niceness(), "Niceness").spec
-    with launcher_of("forkserver", lockstep=True, niceness=niceness) as launcher:
-        specs = worker_specs(GymEnvFactory.of(Niceness), envs_per_worker=1, env_spec=spec)
-        launcher.start(specs, snapshot(0))
-        (unroll,) = launcher.gather(1.0, always)
-        assert unroll.observation["observation"][0, 0, 0] == min(own + niceness, 19)
-    assert os.getpriority(os.PRIO_PROCESS, 0) == own
-
-
 # -------------------------------------------------------------------------------- evaluation
 
 
