@@ -27,7 +27,7 @@ test: $(STAMP) ## run the fast tests; ARGS="-k replay" is passed on
 test-slow: $(STAMP) ## run the slow tests only (learning to a threshold)
 	$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
 
-mutations: $(STAMP) ## plant 51 bugs, each alone in a copy: the tests must catch every one; ARGS="-k replay"
+mutations: $(STAMP) ## plant 53 bugs, each alone in a copy: the tests must catch every one; ARGS="-k replay"
 	$(BIN)/python tests/mutations.py $(ARGS)
 
 bench: $(STAMP) ## measure env steps per second beside the machine's limit; ARGS="workers=2 env=atari"

@@ -71,6 +71,8 @@ def copy_bytes(
         source: of the bytes.
         begin: where from; neither place is checked.
         count: how many bytes.
+
+    What is compiled with it is kept for as long as the file of its caller does not change.
     """
     into[at : at + count] = source[begin : begin + count]
 
@@ -85,17 +87,25 @@ def _teach_to_copy() -> None:
     @intrinsic
     def memcpy(typing: Any, into: Any, at: Any, source: Any, begin: Any, count: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            into, at, source, begin, count = arguments
-            array_of = context.make_array(signature.args[0])
-            to_bytes = builder.gep(array_of(context, builder, into).data, [at])
-            of_bytes = builder.gep(array_of(context, builder, source).data, [begin])
+            def place(array: Any, at: Any) -> Any:
+                array_of = context.make_array(signature.args[array])
+                return builder.gep(array_of(context, builder, arguments[array]).data, [at])
+
+            to_bytes, of_bytes = place(0, arguments[1]), place(2, arguments[3])
+            count = arguments[4]
             raw_memcpy(builder, to_bytes, of_bytes, count, 1)  # type: ignore[no-untyped-call]
             return context.get_dummy_value()
 
-        return types.void(into, types.intp, into, types.intp, types.intp), generate
+        return types.void(into, types.intp, source, types.intp, types.intp), generate
 
     @overload(copy_bytes, strict=False)  # the names alone must agree, not the annotations
     def implement(into: Any, at: Any, source: Any, begin: Any, count: Any) -> Any:
+        def are_bytes(array: Any) -> bool:
+            return (array.dtype, array.ndim, array.layout) == (types.uint8, 1, "C")
+
+        if not (are_bytes(into) and into.mutable and are_bytes(source)):
+            return None
+
         def call(into: Any, at: Any, source: Any, begin: Any, count: Any) -> None:
             memcpy(into, at, source, begin, count)  # type: ignore[call-arg]
 

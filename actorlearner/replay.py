@@ -416,12 +416,13 @@ class ReplayBuffer:
     def _replace_priorities(
         self, tree: SumTree, keys: NDArray[np.int64], feedback: Mapping[str, Array]
     ) -> None:
-        error: NDArray[np.float64] = np.ascontiguousarray(feedback["priority"], np.float64)
+        error = np.asarray(feedback["priority"], np.float64, order="C")
         if error.shape != keys.shape:
             raise ValueError(f"priority has shape {error.shape}, the keys have {keys.shape}")
         places, addresses = self._ring.drawable_at(keys)
+        fresh = error if len(places) == len(keys) else error[places]
+        tree.set(addresses, self._priorities(fresh))
         self._stale_feedback += len(keys) - len(places)
-        self._set_priorities(tree, addresses, error, places)
 
     def metrics(self) -> dict[str, float]:
         """Scalars to log: what can be drawn, rows that fit, stale feedback, queue, priorities."""
@@ -537,24 +538,22 @@ class ReplayBuffer:
         error_B = np.abs(target_B - ring.extras["action_value"][start_B])[known_B]
         if not np.isfinite(error_B).all():
             raise NonFiniteError("the acting policy's values are not finite: its TD error is NaN")
-        everywhere = np.arange(len(error_B))
-        self._set_priorities(tree, start_B[known_B], error_B.astype(np.float64), everywhere)
+        tree.set(start_B[known_B], self._priorities(error_B.astype(np.float64)))
 
-    def _set_priorities(
-        self,
-        tree: SumTree,
-        addresses: NDArray[np.int64],
-        error: NDArray[np.float64],
-        places: NDArray[np.int64],
-    ) -> None:
-        """Set the priorities of ``addresses`` to those of absolute TD errors ``error[places]``."""
-        s, priority = self.settings, np.empty(len(places))
-        refused, highest = _prioritise(error, places, s.priority_epsilon, s.alpha, priority)
+    def _priorities(self, error: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Those of absolute TD errors ``error``, to the power of alpha; the highest is noted.
+
+        Raises:
+            NonFiniteError: an error is NaN or infinite.
+            ValueError: an error is negative.
+        """
+        s, priority = self.settings, np.empty(len(error))
+        refused, highest = _prioritise(error, s.priority_epsilon, s.alpha, priority)
         if refused >= 0:
             kind = ValueError if np.isfinite(error[refused]) else NonFiniteError
             raise kind(f"priority={error[refused]}: must be finite and not negative")
         self._max_priority = max(self._max_priority, highest)
-        tree.set(addresses, priority)
+        return priority
 
     def _state_memory(self, bytes_per_row: int) -> None:
         """Say what the buffer will take; refuse what there is not.
@@ -636,25 +635,20 @@ def _weigh(
 
 @compiled
 def _prioritise(
-    error: NDArray[np.float64],
-    places: NDArray[np.int64],
-    epsilon: float,
-    alpha: float,
-    priority: NDArray[np.float64],
+    error: NDArray[np.float64], epsilon: float, alpha: float, priority: NDArray[np.float64]
 ) -> tuple[int, float]:
-    """Of each error at ``places`` the priority.
+    """See `ReplayBuffer._priorities`.
 
     Returns:
         The place of an error that is negative or not finite, or -1; the highest priority before
         it is raised to the power of ``alpha``.
     """
-    for place in range(len(error)):
-        if not 0 <= error[place] < np.inf:  # NaN neither
-            return place, 0.0
     highest = 0.0
-    for i in range(len(places)):
-        highest = max(highest, error[places[i]] + epsilon)
-        priority[i] = (error[places[i]] + epsilon) ** alpha
+    for i in range(len(error)):
+        if not 0 <= error[i] < np.inf:  # NaN neither
+            return i, 0.0
+        highest = max(highest, error[i] + epsilon)
+        priority[i] = (error[i] + epsilon) ** alpha
     return -1, highest
 
 

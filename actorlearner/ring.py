@@ -1,6 +1,7 @@
 """The ring of blocks in which a replay buffer keeps rows, each stored once.
 
-Legend of the suffixes: N rows of a walk, T rows of a block, B walks, or columns and their blocks.
+Legend of the suffixes: N rows of a walk, T rows of a block, B walks, or columns and their blocks,
+K frames of a stack.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class BlockRing:
             else:
                 prefix = directory / f"observation_{index}"
                 self.observation[key] = DiskRows(spec, self.num_rows, layout.num_streams, prefix)
-        self._batches = ReusedMemory()
+        self._batches = {key: ReusedMemory() for key in env_spec.observation}
         self.action = env_spec.action.zeros(num_places)
         self.reward = np.zeros(num_places, np.float32)
         self.terminated = np.zeros(num_places, np.bool_)
@@ -279,12 +280,14 @@ class BlockRing:
         for key, rows in self.observation.items():
             stack, row_shape = self._stacks[key], rows.shape[1:]
             shape = addresses.shape + ((stack, *row_shape) if stack > 1 else row_shape)
-            observation[key], array = self._batches.empty(shape, rows.dtype)
+            observation[key], array = self._batches[key].empty(shape, rows.dtype)
             rows.take(places[..., -stack:], array)
         return observation
 
     def _stacks_at(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where the frames of the rows at ``addresses`` stand, ``[N, B, stack]``, oldest first."""
+        if self._max_age == 0:
+            return addresses[..., None]
         places = np.empty((*addresses.shape, self._max_age + 1), np.int64)
         length = self.layout.unroll_length
         _stack_places(addresses, self.age, self.preceding, self.num_rows, length, places)

@@ -3,7 +3,7 @@
 Both kinds are indexed as an array is, by whole numbers, take whole blocks, and are saved without
 being copied first.
 
-Legend of the suffixes: B addresses, or blocks of T rows.
+Legend of the suffixes: N stacks of K rows for each of B columns; B blocks of T rows.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class MemoryRows:
 
     def take(self, addresses: NDArray[np.int64], into: Array) -> None:
         """Copy the rows at ``addresses`` (``[N, B, K]``) to ``into`` (contiguous, as many)."""
+        assert into.flags.c_contiguous
+        assert into.nbytes == addresses.size * self._row_bytes
         _gather(self._bytes, self._row_bytes, addresses, into.reshape(-1).view(np.uint8))
 
     def __setitem__(self, addresses: NDArray[np.int64], rows: Array) -> None:
@@ -366,11 +368,11 @@ class ReusedMemory:
     """
 
     _NUM_KEPT = 4
-    """Of one shape. More is lent at once only to somebody who collects batches."""
+    """More than that is lent at once only to somebody who collects batches."""
 
     def __init__(self) -> None:
         """Nothing is kept yet."""
-        self._kept: dict[tuple[Any, ...], list[tuple[Array, weakref.ref[Array]]]] = {}
+        self._kept: list[tuple[Array, weakref.ref[Array]]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[torch.Tensor, Array]:
         """A tensor of any content, which shares memory with no other that lives; its array."""
@@ -378,13 +380,16 @@ class ReusedMemory:
             kind = torch.from_numpy(np.empty(0, dtype)).dtype
             pinned = torch.empty(shape, dtype=kind, pin_memory=True)
             return pinned, pinned.numpy()
-        kept = self._kept.setdefault((shape, dtype), [])
         # The first that is free: the processor's cache has the most of it.
-        place = next((i for i, (_, lent) in enumerate(kept) if lent() is None), len(kept))
-        array = kept[place][0] if place < len(kept) else np.empty(shape, dtype)
+        for place, (array, lent) in enumerate(self._kept):
+            if lent() is None and array.shape == shape and array.dtype == dtype:
+                del self._kept[place]
+                break
+        else:
+            place, array = len(self._kept), np.empty(shape, dtype)
         view = array.view()  # that the tensor's memory holds on to, for as long as it is used
-        if place < self._NUM_KEPT:
-            kept[place : place + 1] = [(array, weakref.ref(view))]
+        if len(self._kept) < self._NUM_KEPT:
+            self._kept.insert(place, (array, weakref.ref(view)))
         return torch.from_numpy(view), view
 
 

@@ -43,7 +43,9 @@ class SumTree:
         shapes.append((1, 1))
         ends = np.cumsum([rows * columns for rows, columns in shapes])
         self._begins = np.append(0, ends[:-1])
-        self._nodes = np.zeros(ends[-1])
+        memory = np.zeros(ends[-1] + _FAN_OUT)
+        begin = -memory.ctypes.data % (8 * _FAN_OUT) // 8  # where a cache line does
+        self._nodes = memory[begin : begin + ends[-1]]
         parts = np.split(self._nodes, self._begins[1:])
         self._levels = [part.reshape(s) for part, s in zip(parts, shapes, strict=True)]
         self.leaves = self._nodes[:capacity]

@@ -404,6 +404,22 @@ MUTATIONS = (
         ("tests/unit/test_replay.py::test_importance_weights",),
     ),
     Mutation(
+        "replay_runs_of_frames",
+        "rows are copied as if they stood together, though some are missing between them",
+        "rows.py",
+        "begin + count] == first + count",
+        "begin + count] >= first + count",
+        ("tests/unit/test_rows.py::test_rows_are_taken_as_by_an_index",),
+    ),
+    Mutation(
+        "replay_tree_on_a_border",
+        "what lies exactly between two leaves is drawn from the one before",
+        "sum_tree.py",
+        "if after <= left[i]:",
+        "if after < left[i]:",
+        ("tests/unit/test_sum_tree.py::test_equals_a_list",),
+    ),
+    Mutation(
         "replay_stale_feedback",
         "a late priority goes to the row that has overwritten its own",
         "ring.py",

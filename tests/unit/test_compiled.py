@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numba
 import numpy as np
 import pytest
 
@@ -42,6 +44,13 @@ def test_sums_are_in_the_order_in_which_they_are_written() -> None:
     assert dot.__name__ == "dot"
 
 
+@pytest.fixture
+def compiles_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is kept does not know of changes to `copy_bytes`."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.usefixtures("compiles_anew")
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_bytes_are_copied(is_compiled: bool) -> None:
     """Those asked for, to where they are asked for, and no other; none at all is few enough."""
@@ -55,6 +64,26 @@ def test_bytes_are_copied(is_compiled: bool) -> None:
     call(into, 0, source, 7, 1)
     call(into, 9, source, 1, 0)
     assert into.tolist() == [7, 255, 255, 15, 16, 17, 18, 19, 255, 255]
+
+
+@pytest.mark.usefixtures("compiles_anew")
+@pytest.mark.parametrize("wrong", ["strided", "float32", "read-only"])
+def test_only_bytes_that_stand_together_are_copied(wrong: str) -> None:
+    """For what else there is, it would write to other places than it is told."""
+
+    @compiled
+    def move(into, source):  # type: ignore[no-untyped-def]
+        copy_bytes(into, 0, source, 0, 4)
+
+    into: Any = np.zeros(8, "float32" if wrong == "float32" else "uint8")
+    into.flags.writeable = wrong != "read-only"
+    source = np.arange(8, dtype=np.uint8)
+    source.flags.writeable = False  # may be
+    with pytest.raises(numba.TypingError, match="copy_bytes"):
+        move(into[:: 2 if wrong == "strided" else 1], source)
+    fine = np.zeros(8, np.uint8)
+    move(fine, source)
+    assert fine.tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("can_write", [True, False])

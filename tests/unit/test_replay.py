@@ -799,10 +799,12 @@ def test_priorities_of_the_actor(operations, seed, unroll_length, stack, n, clip
 def test_bad_priorities_are_refused(priority, error, match):
     """Named, and without a trace in the buffer."""
     buffer, keys = prioritised_buffer()
-    before = buffer.state_dict()["priorities"]["leaves"].copy()
-    with pytest.raises(error, match=match):
-        buffer.feed_back(keys[:2], {"priority": np.array(priority)})
-    assert np.array_equal(buffer.state_dict()["priorities"]["leaves"], before)
+    before, metrics = buffer.state_dict()["priorities"]["leaves"].copy(), buffer.metrics()
+    for refused in (keys[:2], np.array([-1, keys[0]])):  # the last one has a stale one before it
+        with pytest.raises(error, match=match):
+            buffer.feed_back(refused, {"priority": np.array(priority)})
+        assert np.array_equal(buffer.state_dict()["priorities"]["leaves"], before)
+        assert buffer.metrics() == metrics
 
 
 @pytest.mark.parametrize("name", ["action_value", "greedy_value"])
@@ -1080,3 +1082,23 @@ def test_seed_decides_the_draws():
         add_unrolls(buffer, ScriptedWorker([0, 1], 4), 4)
         batches.append(buffer.sample().keys.tolist())
     assert batches[0] == batches[1] != batches[2]
+
+
+def test_memory_of_a_batch_is_used_again_by_the_next():
+    """Of each part of an observation, though all have one shape."""
+    parts = {f"camera_{index}": ArraySpec((4, 4), "uint8") for index in range(6)}
+    spec = EnvSpec("Cameras", parts, ArraySpec((), "int64", (2,)))
+    buffer = ReplayBuffer(capacity=40)
+    buffer.build(spec, SampleSpec(batch_size=3), StreamLayout(1, 5), planned_updates=1)
+    arrays = {name: array.zeros() for name, array in Unroll.layout(spec, 5, 1, {}).items()}
+    unroll = Unroll.from_arrays(0, (0,), arrays)
+    unroll.valid[:] = True
+    buffer.add(unroll)
+
+    def places():
+        return {key: tensor.data_ptr() for key, tensor in buffer.sample().observation.items()}
+
+    before = places()
+    taken = [np.empty((2, 3, 4, 4), np.uint8) for _ in parts]  # where they stood, if given back
+    assert places() == before
+    assert len(taken) == len(parts)

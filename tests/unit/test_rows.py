@@ -69,7 +69,7 @@ def write(chunks: Any) -> bytes:
 @given(data=st.data(), dtype=st.sampled_from(["uint8", "float32", "bool", "int64"]))
 def test_rows_are_taken_as_by_an_index(data: st.DataObject, dtype: str) -> None:
     """In memory: whatever stands together, at the ends too, of rows of any shape."""
-    shape = tuple(data.draw(st.lists(st.integers(1, 3), max_size=2), "shape of a row"))
+    shape = tuple(data.draw(st.lists(st.integers(0, 3), max_size=2), "shape of a row"))
     memory = MemoryRows(ArraySpec(shape, dtype), 12)
     generator = np.random.default_rng(data.draw(st.integers(0, 99), "seed"))
     memory[np.arange(12)] = generator.integers(0, 2 if dtype == "bool" else 99, (12, *shape))
@@ -201,19 +201,11 @@ class TestReusedMemory:
         array[...] = 7.0
         assert (tensor == 7.0).all()
         del tensor, array
+        taken = np.empty(self.SHAPE, self.KIND)  # where it stood, if it had been given back
         tensor, _ = memory.empty(self.SHAPE, self.KIND)
         assert (tensor.data_ptr(), tensor.shape, tensor.dtype) == (at, self.SHAPE, torch.float32)
         other, _ = memory.empty(self.SHAPE, np.dtype("int32"))
-        assert other.data_ptr() != at
-
-    def test_many_shapes_are_kept_beside_each_other(self) -> None:
-        """Of an observation of many parts, each is lent again."""
-        memory = ReusedMemory()
-        shapes = [(2, n) for n in range(1, 10)]
-        addresses = [
-            [memory.empty(shape, self.KIND)[0].data_ptr() for shape in shapes] for _ in range(2)
-        ]
-        assert addresses[0] == addresses[1]
+        assert at not in (other.data_ptr(), taken.ctypes.data)
 
     def test_it_is_pinned_where_cuda_is_in_use(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[bool] = []
