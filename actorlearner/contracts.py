@@ -470,7 +470,7 @@ class Batch:
     keys: NDArray[np.int64]
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on ``device``."""
+        """The same batch on ``device``; itself if it is there."""
         return _moved(self, device)
 
 
@@ -506,7 +506,7 @@ class SequenceBatch:
     keys: NDArray[np.int64]
 
     def to(self, device: torch.device) -> SequenceBatch:
-        """The same batch on ``device``."""
+        """The same batch on ``device``; itself if it is there."""
         return _moved(self, device)
 
 

@@ -379,9 +379,9 @@ class ReplayBuffer:
                 sequences latents by name, ``[L + 1, B, ...]`` each.
 
         Raises:
-            NonFiniteError: a priority or a latent is NaN or infinite.
-            ValueError: a priority is negative, there isn't one value per key, a latent has another
-                shape or dtype than its spec, or ``feedback`` has something else.
+            NonFiniteError: a latent, or the priority of a row still there, is NaN or infinite.
+            ValueError: such a priority is negative, there isn't one value per key, a latent has
+                another shape or dtype than its spec, or ``feedback`` has something else.
         """
         spec = self._sample_spec
         known = spec.latents.keys() if isinstance(spec, SequenceSpec) else {"priority"}

@@ -21,6 +21,10 @@ class SumTree:
     difference, so that rounding errors don't pile up; a leaf without priority is never found.
 
     Schaul et al. (2016), arXiv:1511.05952, appendix B.2.1, with 8 children to a node.
+
+    Attributes:
+        capacity: number of leaves.
+        leaves: their priorities, float64 ``[capacity]``, only to be read; `set` changes them.
     """
 
     def __init__(self, capacity: int) -> None:

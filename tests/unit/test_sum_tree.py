@@ -65,7 +65,8 @@ def test_equals_a_list(capacity, seed, rounds):
             uniform[-1] = 1.5  # beyond the total
             expected = [slow_find(reference, p) for p in prefixes(tree, uniform)]
             assert tree.draw(uniform).tolist() == expected
-            for border in range(int(tree.total) + 1):  # exactly between two leaves
+            # Between two leaves, or next to that by rounding.
+            for border in range(int(tree.total) + 1):
                 alone = np.array([border / tree.total])
                 expected = [slow_find(reference, p) for p in prefixes(tree, alone)]
                 assert tree.draw(alone).tolist() == expected
