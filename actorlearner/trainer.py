@@ -59,7 +59,7 @@ from actorlearner.evaluate import films_of, summarise, write_films
 from actorlearner.faults import Faults
 from actorlearner.feedback import FeedbackLine
 from actorlearner.interrupts import Interrupts
-from actorlearner.memory import core_count
+from actorlearner.memory import core_count, keep_freed_memory
 from actorlearner.messages import Messages
 from actorlearner.optim import FiniteSteps, LeftOut
 from actorlearner.progress import Progress
@@ -701,6 +701,8 @@ class Trainer:
         model.to(self.device, self.dtype)
         self._optimizers = model.configure_optimizers()
         self._training_steps = compiled(model.training_steps(), s.compile, self.device)
+        if on_cpu:
+            keep_freed_memory()
         self._threads = update_threads(s, self.device)
         self._finite_steps = FiniteSteps(self._reads_at_once)
         span = self._log.split("feedback")

@@ -14,6 +14,7 @@ clock and by the time that the process was given, which other work disturbs less
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from functools import wraps
@@ -62,6 +63,8 @@ def bare_loop(parts: Parts) -> Callable[[], None]:
         for name, optimizer in optimizers.items()
     }
 
+    updates = itertools.count(1)
+
     def update() -> None:
         carry: Any = batch
         with trainer._threads.update():
@@ -72,8 +75,9 @@ def bare_loop(parts: Parts) -> Callable[[], None]:
                 torch.nn.utils.clip_grad_norm_(parameters[name], clip)
                 optimizers[name].step()
                 carry = carry if output.carry is None else output.carry
+        made = next(updates)
         for name in steps:
-            agent.after_step(name, trainer.updates)
+            agent.after_step(name, made)
 
     return update
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +119,41 @@ def one_update(agent: Any, steps: Any, carry: Any) -> dict[str, torch.Tensor]:
         carry = carry if output.carry is None else output.carry
     agent.load_state_dict(state)  # returns have moved the scale of advantages
     return said
+
+
+# ----------------------------------------------------------------- memory that an update frees
+
+
+KEEPING = """
+import resource
+import numpy as np
+from tests.test_trainer import dqn, replay, trainer_of
+from tests.tiny import Guess
+
+def faults():
+    def update():
+        blocks = [np.ones(3_000_000, np.uint8) for _ in range(8)]
+    update()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        update()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+before = faults()
+trainer_of().fit(Guess, replay(), dqn())
+print(before, faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has the setting")
+def test_memory_that_an_update_frees_is_kept_for_the_next() -> None:
+    """Large blocks are mapped once, where the C library by itself maps their pages each time."""
+    result = subprocess.run(
+        [sys.executable, "-c", KEEPING], capture_output=True, text=True, timeout=50, check=True
+    )
+    before, after = map(int, result.stdout.split())
+    assert before > 20_000
+    assert after < 100
 
 
 # -------------------------------------------------------------------------- what is not finite
