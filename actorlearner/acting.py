@@ -139,13 +139,13 @@ def onnx_acting(network: nn.Module, env_spec: EnvSpec, batch_size: int) -> Actin
     generator = np.random.default_rng(0)
     copied = copy.deepcopy(network).to("cpu", torch.float32).requires_grad_(False).eval()
     example = random_observation(env_spec.observation, 2, generator)
-    model = traced(_ByKey(copied, list(example)), example, [_OUTPUT]).model_proto
+    network = _ByKey(copied, list(example))
+    model = traced(network, example, [_OUTPUT], folds=False).model_proto
     weights = {f"network.{name}": name for name in copied.state_dict()}
     for node in model.graph.node:
         node.input[:] = [weights.get(name, name) for name in node.input]
-    constants = {
-        name for node in model.graph.node if node.op_type == "Conv" for name in node.input[1:]
-    }
+    convolutions = [node for node in model.graph.node if node.op_type == "Conv"]
+    constants = _before(model, [name for node in convolutions for name in node.input[1:]])
     initializers = list(model.graph.initializer)
     del model.graph.initializer[:]
     for tensor in initializers:
@@ -165,6 +165,16 @@ def onnx_acting(network: nn.Module, env_spec: EnvSpec, batch_size: int) -> Actin
     acting = Acting(graph=model.SerializeToString(), constants=tuple(sorted(constants & named)))
     _compare(acting, copied, random_observation(env_spec.observation, batch_size, generator))
     return acting
+
+
+def _before(model: Any, names: Sequence[str]) -> set[str]:
+    """``names``, and of everything in the graph that they are computed from."""
+    inputs = {output: node.input for node in model.graph.node for output in node.output}
+    found, left = set[str](), list(names)
+    while left:
+        found.add(name := left.pop())
+        left += inputs.get(name, [])
+    return found
 
 
 class _ByKey(nn.Module):

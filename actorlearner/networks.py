@@ -46,6 +46,12 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     return torch.autocast(device.type, torch.bfloat16)
 
 
+def _layer_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """What layers on ``device`` compute in here: that of `autocast`, and otherwise ``dtype``."""
+    is_cast = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if is_cast else dtype
+
+
 class Encoder(nn.Module):
     """Observations of any spec as one vector each: images through convolutions, the rest flat.
 
@@ -81,9 +87,13 @@ class Encoder(nn.Module):
         self.size = sum(encoder.size for encoder in encoders)
 
     def forward(self, observation: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """``[B, size]`` in ``dtype`` from tensors ``[B, *stacked_shape]``, in the specs' order."""
+        """``[B, size]`` from tensors ``[B, *stacked_shape]``, in the specs' order, in ``dtype``.
+
+        Within `autocast` it may be in what layers compute in.
+        """
         encoders = zip(self._keys, self.encoders, strict=True)
-        return torch.cat([encoder(observation[key], dtype) for key, encoder in encoders], 1)
+        parts = [encoder(observation[key], dtype) for key, encoder in encoders]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _encoder(key: str, spec: ArraySpec, torso: Torso) -> FlatEncoder | ImageEncoder:
@@ -181,16 +191,16 @@ class ImageEncoder(nn.Module):
         """
         super().__init__()
         self._moves_channels = len(spec.shape) == 3 and not channels_first(spec)
-        self._scales = spec.dtype == "uint8"
         self._shape = channels, height, width = image_shape(spec)
+        convolution = PixelConvolution if spec.dtype == "uint8" else nn.Conv2d  # the first
         modules: list[nn.Module] = []
         for wider, kernel, stride in CONVOLUTIONS.get(torso, ()):
-            modules += [nn.Conv2d(channels, wider, kernel, stride), nn.ReLU()]
-            channels = wider
+            modules += [convolution(channels, wider, kernel, stride), nn.ReLU()]
+            channels, convolution = wider, nn.Conv2d
             height, width = ((side - kernel) // stride + 1 for side in (height, width))
         for wider in IMPALA_CHANNELS if torso == "impala" else ():
-            modules += _impala_section(channels, wider)
-            channels = wider
+            modules += _impala_section(convolution(channels, wider, 3, padding=1))
+            channels, convolution = wider, nn.Conv2d
             height, width = ((side + 1) // 2 for side in (height, width))
         if torso == "impala":
             modules.append(nn.ReLU())
@@ -199,7 +209,7 @@ class ImageEncoder(nn.Module):
         self.size = channels * height * width
 
     def forward(self, image: Tensor, dtype: torch.dtype) -> Tensor:
-        """``[B, size]`` in ``dtype`` from ``[B, *stacked_shape]``."""
+        """``[B, size]`` from ``[B, *stacked_shape]``, in ``dtype`` or that of `autocast`."""
         if self._moves_channels:
             image = image.movedim(-1, -3)
         image = image.reshape(-1, *self._shape)  # a length would be a constant in an export
@@ -207,21 +217,29 @@ class ImageEncoder(nn.Module):
         # convolutions are a third faster with channels innermost (oneDNN), without one a tenth
         # slower. The weights stay as they are, since a fused optimiser takes parameter and state
         # for laid out alike, which a checkpoint would not keep.
-        inner = self.inner_dtype or dtype
+        outer = _layer_dtype(image.device, dtype)
         layout = torch.channels_last if torch.is_grad_enabled() else torch.contiguous_format
         # Laid out as bytes: to convert on the way takes twice as long in bfloat16.
-        image = image.contiguous(memory_format=layout).to(inner)
-        if self._scales and inner == torch.bfloat16:
-            image = image.mul_(1 / 255)  # a division takes five times as long
-        elif self._scales:
-            image = image.div_(255)  # a copy of the bytes, ours to change
+        image = image.contiguous(memory_format=layout).to(self.inner_dtype or outer)
         features: Tensor = self.convolutions(image)
-        return features.flatten(1).to(dtype)
+        return features.flatten(1).to(outer)
 
     def convolve_in(self, dtype: torch.dtype) -> None:
         """From now on compute the convolutions in ``dtype``, whatever is asked for."""
         self.inner_dtype = dtype
         self.convolutions.to(dtype=dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+class PixelConvolution(nn.Conv2d):
+    """A convolution over whole numbers to 255, as if they were scaled to ``[0, 1]``.
+
+    It scales its weights, of which there are far fewer. bfloat16 has these numbers exactly.
+    """
+
+    def forward(self, image: Tensor) -> Tensor:
+        """As `torch.nn.Conv2d`."""
+        convolved: Tensor = self._conv_forward(image, self.weight / 255, self.bias)
+        return convolved
 
 
 class ResidualBlock(nn.Module):
@@ -240,10 +258,9 @@ class ResidualBlock(nn.Module):
         return outer
 
 
-def _impala_section(channels: int, wider: int) -> list[nn.Module]:
-    """A convolution, a pooling that halves both sides, two residual blocks."""
-    convolution = nn.Conv2d(channels, wider, 3, padding=1)
-    pooling = nn.MaxPool2d(3, stride=2, padding=1)
+def _impala_section(convolution: nn.Conv2d) -> list[nn.Module]:
+    """The convolution, a pooling that halves both sides, two residual blocks."""
+    wider, pooling = convolution.out_channels, nn.MaxPool2d(3, stride=2, padding=1)
     return [convolution, pooling, ResidualBlock(wider), ResidualBlock(wider)]
 
 

@@ -105,7 +105,11 @@ def _write(greedy: nn.Module, example: Observation, path: Path) -> None:
 
 
 def traced(
-    network: nn.Module, example: Observation, outputs: Sequence[str], path: Path | None = None
+    network: nn.Module,
+    example: Observation,
+    outputs: Sequence[str],
+    path: Path | None = None,
+    folds: bool = True,
 ) -> Any:
     """``network`` as torch's exporter gives it, a ``torch.onnx.ONNXProgram``.
 
@@ -114,6 +118,7 @@ def traced(
         example: what goes in, at least 2 of each; its keys become names of inputs.
         outputs: names.
         path: where it is written to; None for nowhere.
+        folds: compute here what depends on nothing but weights.
     """
     batch = torch.export.Dim("batch")
     exporter = logging.getLogger("torch.onnx")
@@ -130,6 +135,7 @@ def traced(
                 output_names=list(outputs),
                 dynamic_shapes=([{0: batch} for _ in example],),
                 dynamo=True,
+                optimize=folds,
                 external_data=False,
                 verbose=False,
             )
