@@ -1165,6 +1165,13 @@ class Launcher(Protocol):
         """
         ...
 
+    def busy_cores(self) -> int:
+        """How many cores its processes compute on, as far as is known since the last `gather`.
+
+        Those that wait, for a credit or for their environments, keep none busy.
+        """
+        ...
+
     def metrics(self) -> dict[str, float]:
         """Numbers for the log: ``restarts`` and ``rows_dropped`` so far."""
         ...

@@ -26,16 +26,24 @@ class UpdateThreads:
     come and go, and the number whose median update is fastest stays; of nearly equals the smallest.
     Updates that are short anyway keep the smallest.
 
+    Threads share an update out evenly, and wait for the one whose core has other work to do, too.
+    So while others compute, updates leave them their cores, down to the smallest number.
+
+    Attributes:
+        busy_cores: on which others compute now; whoever knows sets it.
+
     Example::
 
         threads = UpdateThreads([1, 2])
         while learns:
+            threads.busy_cores = launcher.busy_cores()
             with threads.update():
                 update()
     """
 
     def __init__(self, numbers: Sequence[int]) -> None:
-        """Try ``numbers``, at least one, each at least 1."""
+        """Try ``numbers``, at least one, each at least 1; of several the largest is all cores."""
+        self.busy_cores = 0
         self._numbers = sorted(set(numbers))
         self._chosen: int | None = self._numbers[0] if len(self._numbers) == 1 else None
         self._seconds: dict[int, list[float]] = {number: [] for number in self._numbers}
@@ -51,7 +59,8 @@ class UpdateThreads:
     @contextmanager
     def update(self) -> Iterator[None]:
         """Run one update with the threads that it is to have."""
-        number = self._chosen or self._numbers[self._turn % len(self._numbers)]
+        wanted = self._chosen or self._numbers[self._turn % len(self._numbers)]
+        number = max(self._numbers[0], min(wanted, self._numbers[-1] - self.busy_cores))
         torch.set_num_threads(number)
         since = time.perf_counter()
         try:
@@ -59,7 +68,7 @@ class UpdateThreads:
         finally:
             spent = time.perf_counter() - since
             torch.set_num_threads(1)
-        if self._chosen is None:
+        if self._chosen is None and number == wanted:
             self._note(number, spent)
 
     def _note(self, number: int, seconds: float) -> None:

@@ -314,6 +314,7 @@ class Trainer:
 
     def _learn(self, launcher: Launcher, replay_buffer: Store, model: Agent) -> None:
         """Make the updates that are owed; in lockstep all, else until other work may wait."""
+        self._threads.busy_cores = launcher.busy_cores()
         deadline = time.perf_counter() + _LEARN_S
         while self._progress.limiter.owes_an_update() and replay_buffer.ready():
             self._update(replay_buffer, model)

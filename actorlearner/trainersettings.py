@@ -90,8 +90,8 @@ class TrainerSettings(Settings):
     """Training steps through ``torch.compile``, in its mode default, reduce-overhead or
     max-autotune; null leaves them as they are."""
     threads: int | None = setting(None, low=1)
-    """Torch threads of updates on the CPU; null tries some while it learns, and keeps the number
-    that is fastest beside the workers (in lockstep: one)."""
+    """Torch threads of updates on the CPU; null tries some while it learns, keeps the number that
+    is fastest, and leaves workers that compute their cores (in lockstep: one)."""
     publish_every_updates: int = setting(1, low=1)
     """Updates between snapshots for the workers (in lockstep: one before every gather)."""
     evaluate_every_env_steps: int = setting(0, low=0)

@@ -154,8 +154,8 @@ class Ours:
 def commit_bytes(unroll: Unroll) -> int:
     """Length of the commit message of ``unroll`` on the pipe."""
     values: dict[str, Any] = {"num_episodes": len(unroll.episodes), "num_lives": len(unroll.lives)}
-    values |= {name: getattr(unroll, name) for name in Commit._fields[1:3] + Commit._fields[5:]}
-    return len(ForkingPickler.dumps(("commit", Commit(slot=0, **values))))
+    values |= {name: getattr(unroll, name) for name in Commit._fields[1:3] + Commit._fields[5:7]}
+    return len(ForkingPickler.dumps(("commit", Commit(slot=0, cores=0.7, **values))))
 
 
 def search(recipe: Recipe, counts: Sequence[int], args: argparse.Namespace) -> dict[int, float]:

@@ -271,6 +271,21 @@ class Misbehaves(Places):
         self._mark("closed")
 
 
+class Takes(Places):
+    """A step computes for so many seconds, and waits for so many."""
+
+    def __init__(self, computes_s: float = 0.0, waits_s: float = 0.0) -> None:
+        super().__init__()
+        self._computes_s, self._waits_s = computes_s, waits_s
+
+    def step(self, action: Any) -> Any:
+        until = time.process_time() + self._computes_s
+        while time.process_time() < until:
+            pass
+        time.sleep(self._waits_s)
+        return super().step(action)
+
+
 class Threads(Places):
     """Observes ``(torch's threads, threads of the process, first numbers of random generators)``.
 

@@ -642,6 +642,15 @@ class TestFlow:
                       if 256 <= step < 272 and "replay/beta" in line]  # fmt: skip
         assert halfway == pytest.approx(0.7, abs=0.03)
 
+    def test_updates_hear_of_cores_that_workers_keep_busy(self) -> None:
+        class Launcher(InlineLauncher):
+            def busy_cores(self) -> int:
+                return 3
+
+        trainer = trainer_of(launcher=Launcher())
+        trainer.fit(Guess, replay(), dqn())
+        assert trainer._threads.busy_cores == 3
+
     def test_threads_and_the_learners_generator_come_back(self) -> None:
         before = torch.get_num_threads()
         seen = []

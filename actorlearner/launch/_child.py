@@ -59,6 +59,7 @@ class Commit(NamedTuple):
         num_lives: likewise.
         seconds: where the time went: ``env``, ``policy``, and ``wait``, for the credit.
         started_at: of the first env step.
+        cores: that its process kept busy meanwhile: computing, not waiting.
     """
 
     slot: int
@@ -68,6 +69,7 @@ class Commit(NamedTuple):
     num_lives: int
     seconds: dict[str, float]
     started_at: float
+    cores: float
 
 
 class Slot:
@@ -96,8 +98,8 @@ class Slot:
         ended = ArraySpec((2 * rows, columns), "float64")  # episodes, then lives
         return {**spec.unroll_layout, cls._ENDED: ended}
 
-    def commit(self, index: int) -> Commit:
-        """Complete the slot, number ``index`` of its worker, and tell of it."""
+    def commit(self, index: int, cores: float) -> Commit:
+        """Complete the slot, number ``index`` of its worker, and tell of it; see `Commit`."""
         unroll = self.unroll
         begin = 0
         for ended in (unroll.episodes, unroll.lives):
@@ -113,6 +115,7 @@ class Slot:
             len(unroll.lives),
             unroll.seconds,
             unroll.started_at,
+            cores,
         )
 
     def view(self, commit: Commit) -> Unroll:
@@ -347,12 +350,13 @@ def _collect(
             _send_notes(worker, connection)
             connection.send(("states", states))
             continue
-        waited = time.perf_counter() - since
+        began, computed = time.perf_counter(), time.process_time()
         slot = by_index[index]
         worker.collect(snapshots.read(), slot.unroll)
-        slot.unroll.seconds["wait"] = waited
+        slot.unroll.seconds["wait"] = began - since
+        cores = (time.process_time() - computed) / (time.perf_counter() - began)
         _send_notes(worker, connection)
-        connection.send(("commit", slot.commit(index)))
+        connection.send(("commit", slot.commit(index, cores)))
 
 
 def _send_notes(worker: EnvWorker, connection: Connection) -> None:

@@ -138,6 +138,10 @@ class InlineLauncher(LauncherBase):
             worker.notes = []
         return states
 
+    def busy_cores(self) -> int:
+        """See `contracts.Launcher`; whoever asks has this process to itself."""
+        return 0
+
     def metrics(self) -> dict[str, float]:
         """See `contracts.Launcher`."""
         return self._restarts.metrics()

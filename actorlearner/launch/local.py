@@ -186,6 +186,10 @@ class LocalLauncher(LauncherBase):
             states |= self._expect(seat)
         return states
 
+    def busy_cores(self) -> int:
+        """See `contracts.Launcher`."""
+        return sum(seat.busy_cores for seat in (*self._seats, self._evaluator) if seat is not None)
+
     def metrics(self) -> dict[str, float]:
         """See `contracts.Launcher`."""
         return self._restarts.metrics()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import time
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 2.0
 """For workers to close their environments before they are killed."""
+_NEXT_TO_NOTHING = 0.25  # of a core
 _UNWATCHED_S = 5.0  # at most so much time between two looks counts as silence
 
 
@@ -42,6 +44,7 @@ class Seat:
         errors: how many of these attempts ended with an exception.
         rows_done: that its process handed over.
         held_s: for how long the limiter held back the last credit for each slot, seconds.
+        cores: that its process kept busy when it last worked; one until it has told.
     """
 
     process: Any
@@ -61,6 +64,7 @@ class Seat:
         self.due_at = 0.0
         self.errors = 0
         self.held_s: dict[int, float] = {}
+        self.cores = 1.0
         self.is_lost = True
 
     def begun(self, process: Any, connection: Connection) -> None:
@@ -120,6 +124,13 @@ class Seat:
         return self._silence_s
 
     @property
+    def busy_cores(self) -> int:
+        """How many cores it keeps busy now, in whole ones."""
+        # Processes that share a core have a part of it each, and would have more; one that only
+        # waits for its environment has next to nothing.
+        return math.ceil(self.cores - _NEXT_TO_NOTHING) if self.owes and not self.is_lost else 0
+
+    @property
     def rows_dropped(self) -> int:
         """Rows that its process stepped and handed to nobody."""
         if self.spec is None or self.role != "collect":
@@ -135,6 +146,7 @@ class Seat:
 
     def view(self, commit: Commit) -> Unroll:
         """The unroll that ``commit`` says is full, with whom its worker waited for."""
+        self.cores = commit.cores
         unroll = self.slots[commit.slot].view(commit)
         waited = unroll.seconds.pop("wait")
         for_limiter = min(waited, self.held_s.get(commit.slot, 0.0))

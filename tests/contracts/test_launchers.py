@@ -50,6 +50,7 @@ from tests.environments import (
     Pictured,
     Places,
     RowChecker,
+    Takes,
     Threads,
     plan,
     snapshot,
@@ -236,6 +237,30 @@ def test_workers_that_wait_for_a_learner_that_is_elsewhere_wait_for_slots():
         unrolls = gathered(launcher, all_have(2, workers=1))
         assert max(unroll.seconds["slots"] for unroll in unrolls) > 0.15
         assert not any(unroll.seconds["limiter"] for unroll in unrolls)
+
+
+@pytest.mark.parametrize(("takes", "cores"), [({"computes_s": 0.01}, 1), ({"waits_s": 0.03}, 0)])
+def test_cores_that_workers_keep_busy(takes, cores):
+    """Those that compute do, not those that wait for their environments or for a credit."""
+    factory = GymEnvFactory.of(Takes, takes)
+    with launcher_of("forkserver", slots=1) as launcher:
+        assert launcher.busy_cores() == 0
+        launcher.start(worker_specs(factory, factory), snapshot(0))
+        assert launcher.busy_cores() == 2, "they start"
+
+        def at_work() -> bool:  # again, if something else had their cores
+            gathered(launcher, all_have(1))
+            return launcher.busy_cores() == 2 * cores
+
+        wait_for(at_work)
+        held: set[int] = set()
+        while held != {0, 1}:
+            held |= {unroll.worker for unroll in launcher.gather(0.1, lambda: False)}
+        assert launcher.busy_cores() == 0
+        launcher.request_evaluation(snapshot(0), REQUEST)
+        assert launcher.busy_cores() == 1
+        assert wait_for(launcher.poll_evaluation)
+        assert launcher.busy_cores() == 0
 
 
 def test_credits_of_a_gather_that_was_left():

@@ -29,7 +29,7 @@ def test_what_ended_comes_out_as_it_went_in(episodes, lives):
     names = spec.env_factory.info_metrics
     slot.unroll.episodes = Episodes.of(episodes, names)
     slot.unroll.lives = Episodes.of(lives, names)
-    unroll = slot.view(slot.commit(0))
+    unroll = slot.view(slot.commit(0, cores=0.5))
     assert unroll.episodes == episodes
     assert unroll.lives == lives
     assert all(type(e.stream) is type(e.length) is int for e in unroll.episodes)

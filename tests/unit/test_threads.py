@@ -86,6 +86,33 @@ def test_one_number_is_not_tried(monkeypatch, caplog):
     assert not caplog.messages
 
 
+@pytest.mark.parametrize(
+    ("busy_cores", "numbers"), [(0, {4}), (1, {3}), (2, {2}), (3, {1}), (4, {1}), (9, {1})]
+)
+def test_others_that_compute_are_left_their_cores(busy_cores, numbers, monkeypatch):
+    tried, seconds = UpdateThreads([1, 4]), {1: 0.04, 2: 0.03, 3: 0.02, 4: 0.01}
+    updates(tried, seconds, 500, monkeypatch)
+    assert tried.chosen == 4
+    tried.busy_cores = busy_cores
+    assert set(updates(tried, seconds, 20, monkeypatch)) == numbers
+
+
+def test_what_updates_take_with_fewer_threads_does_not_count(monkeypatch):
+    tried, seconds = UpdateThreads([1, 2]), {1: 0.025, 2: 0.018}
+    tried.busy_cores = 1
+    assert set(updates(tried, seconds, 2000, monkeypatch)) == {1}
+    assert tried.chosen is None
+    tried.busy_cores = 0
+    updates(tried, seconds, 500, monkeypatch)
+    assert tried.chosen == 2
+
+
+def test_a_number_that_was_asked_for_is_kept_beside_others(monkeypatch):
+    tried = UpdateThreads([3])
+    tried.busy_cores = 2
+    assert set(updates(tried, {3: 0.01}, 20, monkeypatch)) == {3}
+
+
 def test_an_update_that_fails_leaves_one_thread():
     with pytest.raises(ZeroDivisionError), UpdateThreads([2]).update():
         raise ZeroDivisionError

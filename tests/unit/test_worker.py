@@ -727,7 +727,7 @@ def test_numbers_of_info_are_those_of_the_last_step(kind):
         assert {e.length % 2 for e in episodes} == {0, 1}
         for episode in episodes:
             assert episode.info == infos_of(episode.length)
-        commit = slot.commit(0)
+        commit = slot.commit(0, cores=0.5)
         assert len(pickle.dumps(commit)) < 400
         slot.unroll.episodes = []
         assert slot.view(commit).episodes == episodes
