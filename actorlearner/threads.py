@@ -59,8 +59,7 @@ class UpdateThreads:
     @contextmanager
     def update(self) -> Iterator[None]:
         """Run one update with the threads that it is to have."""
-        wanted = self._chosen or self._numbers[self._turn % len(self._numbers)]
-        number = max(self._numbers[0], min(wanted, self._numbers[-1] - self.busy_cores))
+        number = self._number()
         torch.set_num_threads(number)
         since = time.perf_counter()
         try:
@@ -68,8 +67,21 @@ class UpdateThreads:
         finally:
             spent = time.perf_counter() - since
             torch.set_num_threads(1)
-        if self._chosen is None and number == wanted:
+        if self._chosen is None and number == self._tried:
             self._note(number, spent)
+
+    @property
+    def _tried(self) -> int:
+        """Whose turn it is."""
+        return self._numbers[self._turn % len(self._numbers)]
+
+    def _number(self) -> int:
+        smallest = self._numbers[0]
+        room = max(smallest, self._numbers[-1] - self.busy_cores)
+        if self._chosen is not None:
+            return min(self._chosen, room)
+        # If the smallest is too slow for workers that compute, they come to wait, and leave room.
+        return self._tried if self._tried <= room else smallest
 
     def _note(self, number: int, seconds: float) -> None:
         self._updates += 1

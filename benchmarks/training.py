@@ -26,6 +26,8 @@ from actorlearner.callbacks import Callback
 from actorlearner.cores import usable_cores
 from actorlearner.trainer import Trainer
 
+_FIND_S = 60.0  # no longer for the number of threads
+
 
 class Meter(Callback):
     """Times a run between two of its updates, and stops it.
@@ -51,8 +53,10 @@ class Meter(Callback):
         if self._first_update is None:
             self._first_update = now
         elif self._began is None:
-            # Which number of threads is best must have been found out.
-            if trainer._threads.chosen and now - self._first_update >= self._warmup:
+            # Which number of threads is best must have been found out, if workers leave the time.
+            waited_s = now - self._first_update
+            is_found = trainer._threads.chosen or waited_s >= _FIND_S
+            if is_found and waited_s >= self._warmup:
                 self._began = now, trainer.env_steps, trainer.updates
         elif (wall_s := now - self._began[0]) >= self._seconds:
             self.env_steps_per_s = (trainer.env_steps - self._began[1]) / wall_s

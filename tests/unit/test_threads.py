@@ -98,13 +98,14 @@ def test_others_that_compute_are_left_their_cores(busy_cores, numbers, monkeypat
 
 
 def test_what_updates_take_with_fewer_threads_does_not_count(monkeypatch):
-    tried, seconds = UpdateThreads([1, 2]), {1: 0.025, 2: 0.018}
+    tried, seconds = UpdateThreads([1, 2, 3]), {1: 0.025, 2: 0.018, 3: 0.012}
     tried.busy_cores = 1
-    assert set(updates(tried, seconds, 2000, monkeypatch)) == {1}
+    assert set(updates(tried, seconds, 1000, monkeypatch)) == {1, 2}
+    assert set(updates(tried, seconds, 1000, monkeypatch)) == {1}, "it is the turn of 3"
     assert tried.chosen is None
     tried.busy_cores = 0
     updates(tried, seconds, 500, monkeypatch)
-    assert tried.chosen == 2
+    assert tried.chosen == 3
 
 
 def test_a_number_that_was_asked_for_is_kept_beside_others(monkeypatch):
