@@ -91,6 +91,17 @@ SLOW_CHECKPOINT: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _first_update() -> None:
+    """In the first update of a process torch loads hundreds of modules: as long as a run here."""
+    trainer = Trainer(
+        workers=0, unroll_length=8, device="cpu", console="off", tensorboard=Nowhere(),
+        total_steps=16, run_dir=None, evaluation={"episodes": 1, "step_limit": 1},
+    )  # fmt: skip
+    trainer.fit(Guess, SlowStore(), SlowAgent())
+    assert trainer.updates
+
+
 @pytest.mark.parametrize(
     ("workers", "slow", "says", "setting"),
     [
