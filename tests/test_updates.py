@@ -362,6 +362,7 @@ class TestCompile:
             torch.testing.assert_close(tensor, plain[name], rtol=1e-4, atol=1e-5)
 
     @pytest.mark.slow
+    @pytest.mark.timeout(300)  # nothing is compiled yet on a new machine
     @pytest.mark.filterwarnings("ignore")  # of torch, in its own code
     @pytest.mark.parametrize("kind", ["dqn", "dreamer"])
     def test_compiled_steps_say_the_same(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
