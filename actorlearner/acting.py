@@ -139,8 +139,8 @@ def onnx_acting(network: nn.Module, env_spec: EnvSpec, batch_size: int) -> Actin
     generator = np.random.default_rng(0)
     copied = copy.deepcopy(network).to("cpu", torch.float32).requires_grad_(False).eval()
     example = random_observation(env_spec.observation, 2, generator)
-    network = _ByKey(copied, list(example))
-    model = traced(network, example, [_OUTPUT], folds=False).model_proto
+    by_key = _ByKey(copied, list(example))
+    model = traced(by_key, example, [_OUTPUT], folds=False).model_proto
     weights = {f"network.{name}": name for name in copied.state_dict()}
     for node in model.graph.node:
         node.input[:] = [weights.get(name, name) for name in node.input]
@@ -168,7 +168,7 @@ def onnx_acting(network: nn.Module, env_spec: EnvSpec, batch_size: int) -> Actin
 
 
 def _before(model: Any, names: Sequence[str]) -> set[str]:
-    """``names``, and of everything in the graph that they are computed from."""
+    """``names``, and those of everything in the graph that they are computed from."""
     inputs = {output: node.input for node in model.graph.node for output in node.output}
     found, left = set[str](), list(names)
     while left:

@@ -20,6 +20,7 @@ from actorlearner.networks import (
     NormedMLP,
     ResidualBlock,
     RMSNorm,
+    autocast,
     scaled_convolution,
     scaled_linear,
     signed_sqrt,
@@ -169,6 +170,22 @@ class TestImages:
         encoder = Encoder({"o": ArraySpec((40, 40), "uint8", stack=2)}, "mlp")
         assert encoder.size == 2 * 40 * 40
         assert not list(encoder.parameters())
+
+    def test_in_bfloat16_other_keys_stay_as_they_are(self) -> None:
+        """Only what went through convolutions is rounded."""
+        specs = {"map": ArraySpec((36, 36), "uint8"), "speed": ArraySpec((2,), "float32")}
+        encoder = Encoder(specs)
+        observation = {
+            "map": torch.arange(3 * 36 * 36).reshape(3, 36, 36).to(torch.uint8),
+            "speed": torch.tensor([[1 / 3, -1 / 7]] * 3),
+        }
+        exact = encoder(observation, torch.float32)
+        with autocast("bfloat16", torch.device("cpu")):
+            rounded = encoder(observation, torch.float32)
+        assert rounded.dtype == torch.float32
+        torch.testing.assert_close(rounded[:, -2:], exact[:, -2:], rtol=0, atol=0)
+        torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0.01)
+        assert not torch.equal(rounded, exact)
 
     def test_other_keys_stand_beside_them(self) -> None:
         specs = {
